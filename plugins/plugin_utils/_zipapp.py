@@ -13,8 +13,11 @@ import functools
 import hashlib
 import importlib.util
 import io
+import json
 import zipfile
 from pathlib import Path
+
+import yaml
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
 
@@ -66,8 +69,16 @@ def _sources() -> dict[str, bytes]:
         path = base / part
         for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
             sources[f"{PACKAGE}/{file.relative_to(base).as_posix()}"] = file.read_bytes()
+    sources["gpufleet_build.py"] = f'VERSION = "{_version(base.parent.parent)}"\n'.encode()
     sources["pynvml.py"] = _pynvml()
     return sources
+
+
+def _version(collection: Path) -> str:
+    manifest = collection / "MANIFEST.json"
+    if manifest.is_file():
+        return str(json.loads(manifest.read_text(encoding="utf-8"))["collection_info"]["version"])
+    return str(yaml.safe_load((collection / "galaxy.yml").read_text(encoding="utf-8"))["version"])
 
 
 def _pynvml() -> bytes:
