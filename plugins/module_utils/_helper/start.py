@@ -55,8 +55,6 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     add_credentials(environment, environment)
     count = len(descriptors)
     print(f"gpufleet start: {arguments.instance} waited {waited:.1f} s for {count} start lock(s)", flush=True)
-        f"gpufleet start: {arguments.instance} waited {waited:.1f} s for {len(descriptors)} start lock(s)", flush=True
-    )
     try:
         os.execve(engine[0], engine, environment)
     except OSError as exc:
