@@ -1,0 +1,349 @@
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Which GPUs an instance gets: best fit, inside NVLink islands, always the same answer. Private to gpufleet.inference."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any, Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple
+
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.instances import Instance
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.releases import Capability
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.units import MIB, gib, round_up
+
+# Foreign use is rounded up to this step, so that a neighbour that grows a little does not change the plan.
+FOREIGN_STEP = 256 * MIB
+
+# How near two GPUs are, nearest first; the names are those of `nvidia-smi topo -m`.
+DISTANCE = {"nvlink": 0, "pix": 1, "pxb": 2, "phb": 3, "node": 4, "sys": 5}
+UNKNOWN_DISTANCE = 5
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU or a MIG slice as the planner sees it; memory in bytes, ``total`` as torch sees it."""
+
+    uuid: str
+    index: int
+    pci_address: str
+    name: str
+    architecture: str
+    capability: Capability
+    total: int
+    available: int
+    foreign: int = 0
+    numa_node: Optional[int] = None
+    parent: Optional[str] = None
+    mig_profile: Optional[str] = None
+    usable: bool = True
+    why_not: str = ""
+    expected: bool = False
+    unified: bool = False
+    compute_mode: str = "default"
+
+    @property
+    def kind(self) -> Tuple[Capability, str, int]:
+        """What must be equal for tensor parallel work."""
+        return self.capability, self.name, self.total
+
+
+@dataclass(frozen=True)
+class Host:
+    """The devices of one host and how near they are to each other."""
+
+    devices: Tuple[Device, ...]
+    distance: Mapping[Tuple[str, str], int] = field(default_factory=dict)
+    no_p2p: FrozenSet[Tuple[str, str]] = frozenset()
+
+    def between(self, first: str, second: str) -> int:
+        """The distance of two devices by uuid."""
+        return self.distance.get((min(first, second), max(first, second)), UNKNOWN_DISTANCE)
+
+    def find(self, wanted: str) -> Optional[Device]:
+        """A device by UUID, PCI address or index."""
+        text = wanted.lower()
+        for device in self.devices:
+            if text == device.uuid.lower() or (
+                device.parent is None and (_pci(text) == _pci(device.pci_address) or text == str(device.index))
+            ):
+                return device
+        return None
+
+
+def _pci(address: str) -> str:
+    """A PCI address without case and with a domain of four digits: "00000000:18:00.0" -> "0000:18:00.0"."""
+    domain, _, rest = address.lower().rpartition(":")
+    domain, _, bus = domain.rpartition(":")
+    return f"{(domain or '0')[-4:].rjust(4, '0')}:{bus}:{rest}"
+
+
+@dataclass
+class Ledger:
+    """What is taken so far on each device: bytes, and by whom."""
+
+    taken: Dict[str, int] = field(default_factory=dict)
+    users: Dict[str, List[str]] = field(default_factory=dict)
+    exclusive: Dict[str, str] = field(default_factory=dict)
+
+    def remaining(self, device: Device) -> int:
+        """Bytes still free for planning."""
+        return device.available - self.taken.get(device.uuid, 0)
+
+    def add(self, name: str, devices: Sequence[Device], need: Sequence[int], exclusive: bool) -> None:
+        """Give the devices to the instance."""
+        for device, size in zip(devices, need):
+            self.taken[device.uuid] = self.taken.get(device.uuid, 0) + size
+            self.users.setdefault(device.uuid, []).append(name)
+            if exclusive:
+                self.exclusive[device.uuid] = name
+
+    def open_to(self, device: Device, exclusive: bool) -> bool:
+        """Whether another instance may come to this device."""
+        if device.uuid in self.exclusive:
+            return False
+        return not (exclusive and self.users.get(device.uuid))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why no devices were found: a code of the plan and the figures."""
+
+    code: str
+    text: str
+
+
+def is_exclusive(instance: Instance) -> bool:
+    """Whether the instance wants its GPUs for itself (a MIG slice is one's own by nature)."""
+    return instance.isolation in ("exclusive", "mig")
+
+
+def candidates(host: Host, instance: Instance, ledger: Ledger) -> Tuple[List[Device], Optional[Refusal]]:
+    """The devices this instance may use at all, or the reason why there are not enough."""
+    wants_slice = instance.mig_profile is not None or instance.isolation == "mig"
+    whole = [device for device in host.devices if (device.mig_profile is not None) == wants_slice]
+    if instance.gpu_names:
+        named = []
+        for wanted in instance.gpu_names:
+            device = host.find(wanted)
+            if device is None:
+                known = ", ".join(f"{item.index}: {item.uuid}" for item in host.devices) or "none"
+                return [], Refusal("unsupported_by_device", f'GPU "{wanted}" is not on this host; it has {known}')
+            named.append(device)
+        bad = [device for device in named if not device.usable]
+        if bad:
+            return [], Refusal("unsupported_by_device", f"GPU {bad[0].uuid} cannot be used: {bad[0].why_not}")
+        taken = [device for device in named if not ledger.open_to(device, is_exclusive(instance))]
+        if taken:
+            others = ", ".join(sorted(ledger.users[taken[0].uuid]))
+            return [], Refusal(
+                "refused_free_memory",
+                f"GPU {taken[0].uuid} is given to {others}; one of them wants it alone (isolation exclusive)",
+            )
+        return named, None
+    if instance.mig_profile:
+        whole = [device for device in whole if device.mig_profile == instance.mig_profile]
+    if len(whole) < instance.world_size:
+        what = f"MIG slices {instance.mig_profile or ''}".strip() if wants_slice else "GPUs"
+        code = "unsupported_by_device"
+        text = f"{instance.world_size} {what} are wanted, this host has {len(whole)}"
+        if not wants_slice and whole:
+            text += "; an instance over several hosts is not supported yet"
+        return [], Refusal(code, text)
+    usable = [device for device in whole if device.usable]
+    if len(usable) < instance.world_size:
+        reasons = "; ".join(f"{device.index}: {device.why_not}" for device in whole if not device.usable)
+        return [], Refusal(
+            "unsupported_by_device", f"{instance.world_size} GPUs are wanted, {len(usable)} can be used ({reasons})"
+        )
+    free = [device for device in usable if ledger.open_to(device, is_exclusive(instance))]
+    if len(free) < instance.world_size:
+        return [], Refusal(
+            "refused_free_memory",
+            f"{instance.world_size} GPUs are wanted with isolation {instance.isolation}, "
+            f"{len(free)} of {len(usable)} are not yet given to other instances",
+        )
+    return free, None
+
+
+def choose(
+    host: Host,
+    instance: Instance,
+    ledger: Ledger,
+    need: Callable[[Device], Optional[int]],
+    spread: bool = False,
+) -> Tuple[List[Device], Optional[Refusal]]:
+    """The devices for one instance, or why there are none.
+
+    need: bytes on a device, None where the device cannot serve it at all. Best fit: the nearest devices of one kind,
+    among those the ones that leave least free (``spread``: most free), then by PCI address and UUID.
+    """
+    allowed, refusal = candidates(host, instance, ledger)
+    if refusal:
+        return [], refusal
+    if instance.gpu_names:
+        kinds = {device.capability for device in allowed}
+        if len(kinds) > 1:
+            found = ", ".join(sorted(f"{major}.{minor}" for major, minor in kinds))
+            return [], Refusal("unsupported_by_device", f"the GPUs have different compute capabilities: {found}")
+        return list(allowed), None
+    fitting = []
+    for device in allowed:
+        size = need(device)
+        if size is not None and size <= ledger.remaining(device):
+            fitting.append(device)
+    best: Optional[Tuple[Any, List[Device]]] = None
+    groups: Dict[Any, List[Device]] = {}
+    for device in fitting:
+        groups.setdefault(device.kind, []).append(device)
+    for group in groups.values():
+        for chosen in _near_sets(host, group, instance.world_size):
+            free = sum(ledger.remaining(device) for device in chosen)
+            order = (_spread_of(host, chosen), -free if spread else free, sorted(_place(device) for device in chosen))
+            if best is None or order < best[0]:
+                best = (order, chosen)
+    if best is not None:
+        return sorted(best[1], key=_place), None
+    most = max((ledger.remaining(device) for device in allowed), default=0)
+    least = min((size for size in (need(device) for device in allowed) if size is not None), default=None)
+    if least is None:
+        return [], Refusal("unsupported_by_device", "no GPU of this host can serve it")
+    if len(fitting) >= instance.world_size:
+        return [], Refusal(
+            "unsupported_by_device",
+            f"{instance.world_size} GPUs of one kind are wanted; those with room are of different kinds",
+        )
+    return [], Refusal(
+        "refused_free_memory",
+        f"{gib(least)} are needed on each of {instance.world_size} GPU(s); {len(fitting)} have that much left, "
+        f"the emptiest has {gib(most)}",
+    )
+
+
+def _place(device: Device) -> Tuple[str, int, str]:
+    return device.pci_address, device.index, device.uuid
+
+
+def _near_sets(host: Host, group: List[Device], count: int) -> List[List[Device]]:
+    """For each device of the group, the set of its nearest ones: n sets instead of all combinations."""
+    if count > len(group):
+        return []
+    ordered = sorted(group, key=_place)
+    if count == 1:
+        return [[device] for device in ordered]
+    sets = []
+    for seed in ordered:
+        near = sorted(
+            (device for device in ordered if device is not seed),
+            key=lambda device, seed=seed: (host.between(seed.uuid, device.uuid), _place(device)),  # type: ignore[misc]
+        )
+        sets.append([seed, *near[: count - 1]])
+    return sets
+
+
+def _spread_of(host: Host, chosen: Sequence[Device]) -> Tuple[int, int, int]:
+    """(widest distance, sum of distances, NUMA nodes): smaller is nearer."""
+    pairs = [host.between(one.uuid, two.uuid) for one, two in itertools.combinations(chosen, 2)]
+    return max(pairs, default=0), sum(pairs), len({device.numa_node for device in chosen})
+
+
+def host_of(gpu: Mapping[str, Any], reserve: int = 0, ram: Optional[Mapping[str, Any]] = None) -> Host:
+    """The host of the facts ``gpufleet_gpu``; devices in PCI order.
+
+    reserve: bytes kept free on each GPU. ram: ``{total, available}`` of the host for GPUs that share its memory.
+    Raises FleetError ``no_gpu_facts`` when the facts hold no device.
+    """
+    own_units = {str(item.get("unit") or "") for item in gpu.get("instances") or []} - {""}
+    devices: List[Device] = []
+    for fact in gpu.get("devices") or []:
+        devices.extend(_device(fact, own_units, reserve, ram))
+    if not devices:
+        raise FleetError(
+            "no_gpu_facts",
+            "The facts of this host hold no GPU to plan for.",
+            "Run gpufleet.inference.gpu_facts first; on a host without a driver the PCI ids must be in the catalogue.",
+        )
+    distance, no_p2p = _links(gpu, {device.index: device.uuid for device in devices if device.parent is None})
+    return Host(tuple(sorted(devices, key=_place)), distance, no_p2p)
+
+
+def _device(
+    fact: Mapping[str, Any], own_units: set[str], reserve: int, ram: Optional[Mapping[str, Any]]
+) -> List[Device]:
+    memory = fact.get("memory") or {}
+    major, _, minor = str(fact.get("compute_capability") or "0.0").partition(".")
+    total = int(memory.get("total") or 0) - int(memory.get("reserved") or 0)
+    unified = not total
+    own = sum(int(p.get("used") or 0) for p in fact.get("processes") or [] if str(p.get("unit") or "") in own_units)
+    if unified and ram:
+        total, free = int(ram.get("total") or 0), int(ram.get("available") or 0)
+    else:
+        free = int(memory["free"]) if memory.get("free") is not None else total
+    foreign = round_up(max(0, total - free - own), FOREIGN_STEP)
+    mode = str(fact.get("compute_mode") or "default")
+    why_not = "compute mode is prohibited" if mode == "prohibited" else ("its memory is not known" if not total else "")
+    base = {
+        "index": int(fact.get("index") or 0),
+        "pci_address": str(fact.get("pci_address") or ""),
+        "name": str(fact.get("name") or ""),
+        "architecture": str(fact.get("architecture") or ""),
+        "capability": (int(major or 0), int(minor or 0)),
+        "numa_node": fact.get("numa_node"),
+        "compute_mode": mode,
+        "expected": bool(fact.get("expected")),
+    }
+    mig = fact.get("mig") or {}
+    slices = []
+    for part in mig.get("devices") or []:
+        size = part.get("memory") or {}
+        part_total = int(size.get("total") or 0) - int(size.get("reserved") or 0)
+        part_free = int(size["free"]) if size.get("free") is not None else part_total
+        part_foreign = round_up(max(0, part_total - part_free - own), FOREIGN_STEP)
+        slices.append(
+            Device(
+                uuid=str(part.get("uuid")),
+                total=part_total,
+                available=max(0, part_total - part_foreign - reserve),
+                foreign=part_foreign,
+                parent=str(fact.get("uuid")),
+                mig_profile=str(part.get("profile") or ""),
+                **base,
+            )
+        )
+    if slices or str(mig.get("mode") or "").lower() in ("enabled", "true", "1"):
+        return slices
+    return [
+        Device(
+            uuid=str(fact.get("uuid") or fact.get("pci_address")),
+            total=total,
+            available=max(0, total - foreign - reserve),
+            foreign=foreign,
+            usable=not why_not,
+            why_not=why_not,
+            unified=unified,
+            **base,
+        )
+    ]
+
+
+def _links(
+    gpu: Mapping[str, Any], uuids: Mapping[int, str]
+) -> Tuple[Dict[Tuple[str, str], int], FrozenSet[Tuple[str, str]]]:
+    distance: Dict[Tuple[str, str], int] = {}
+    no_p2p = set()
+    links = gpu.get("links") or {}
+    for pair in links.get("pairs") or []:
+        first, second = (str(item) for item in (pair.get("devices") or [pair.get("a"), pair.get("b")])[:2])
+        key = (min(first, second), max(first, second))
+        distance[key] = DISTANCE.get(str(pair.get("kind") or pair.get("link") or "").lower(), UNKNOWN_DISTANCE)
+        if pair.get("p2p") in (False, "no", "not_supported"):
+            no_p2p.add(key)
+    matrix = links.get("matrix") or []
+    for row, cells in enumerate(matrix):
+        for column, cell in enumerate(cells):
+            if column > row and row in uuids and column in uuids:
+                key = (min(uuids[row], uuids[column]), max(uuids[row], uuids[column]))
+                text = str(cell or "").lower()
+                distance[key] = 0 if text.startswith("nv") else DISTANCE.get(text, UNKNOWN_DISTANCE)
+    return distance, frozenset(no_p2p)

@@ -1,0 +1,122 @@
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: vllm_plan
+short_description: Plan the vLLM instances of a host before anything is changed
+version_added: 0.1.0
+description:
+  - Computes on the controller, from facts, which GPUs every instance gets, every byte of its GPU memory, and its exact
+    command line and environment in the form its vLLM release takes.
+  - Touches nothing and contacts nothing. Can be called alone on localhost with everything passed in.
+  - A plan that does not fit is an answer (C(fits=false) with a reason and alternatives), not a failure. Malformed input
+    fails the task with one message that names every problem.
+author: The gpufleet.inference authors (@gpufleet)
+options:
+  gpu:
+    description: The GPU facts of the host, as M(gpufleet.inference.gpu_facts) returns them.
+    type: dict
+    default: The host's C(ansible_facts.gpufleet_gpu).
+  host:
+    description: The host facts, as M(gpufleet.inference.host_facts) returns them; used for ports and shared memory.
+    type: dict
+    default: The host's C(ansible_facts.gpufleet_host).
+  models:
+    description:
+      - Mapping of model names to model facts, as M(gpufleet.inference.model_facts) returns them.
+      - A model without files, C({config: {...}}), is planned from its configuration and marked C(estimated).
+    type: dict
+    default: {}
+  instances:
+    description: The wanted instances. See the documentation of the role P(gpufleet.inference.vllm_instances#role).
+    type: list
+    elements: dict
+    default: []
+  engine_version:
+    description: The vLLM release of instances that name none.
+    type: str
+  profiles:
+    description: Figures read back from earlier starts; they are preferred for new and changed instances.
+    type: list
+    elements: dict
+    default: []
+  reserve:
+    description: Bytes to keep free on each GPU, or a size such as V(2GiB).
+    type: raw
+    default: 0
+  replan:
+    description: Plan running instances anew instead of keeping their command lines.
+    type: bool
+    default: false
+  placement:
+    description: Whether instances that share GPUs are packed on as few as possible or spread over all.
+    type: str
+    choices: [pack, spread]
+    default: pack
+  models_dir:
+    description: Where a model lies on the host when its facts do not say so yet.
+    type: path
+    default: /var/lib/vllm/models
+attributes:
+  check_mode:
+    description: Whether the task can run in check mode.
+    support: full
+  diff_mode:
+    description: Whether the task shows differences.
+    support: none
+"""
+
+EXAMPLES = r"""
+- name: Plan one instance on the host's GPUs
+  gpufleet.inference.vllm_plan:
+    engine_version: 0.19.1
+    models: "{{ models_found.models }}"
+    instances:
+      - name: chat
+        model: llama-3.1-8b
+        port: 8000
+  register: planned
+
+- name: Plan for a host that does not exist yet
+  gpufleet.inference.vllm_plan:
+    gpu: "{{ lookup('ansible.builtin.file', 'h100.json') | from_json }}"
+    models:
+      llama-3.1-8b:
+        config: "{{ lookup('ansible.builtin.file', 'config.json') | from_json }}"
+    engine_version: 0.19.1
+    instances:
+      - name: chat
+        model: llama-3.1-8b
+        port: 8000
+  delegate_to: localhost
+"""
+
+RETURN = r"""
+plan:
+  description: The plan of the host.
+  returned: success
+  type: dict
+  contains:
+    fits:
+      description: Whether every instance fits.
+      type: bool
+    findings:
+      description: What a person should know, as mappings with code, severity, subject, text and remedy.
+      type: list
+      elements: dict
+    instances:
+      description:
+        - One entry for each wanted instance, sorted by name.
+        - C(arguments) are the words after the C(vllm) program, beginning with C(serve).
+        - C(served_model_name) is the name for clients; the instance answers to its own name as well.
+        - C(settings) are the wishes the plan was made from. An instance whose record holds equal settings keeps its
+          command line.
+      type: list
+      elements: dict
+    gpus:
+      description: One entry for each GPU or MIG slice with its total, free and planned bytes.
+      type: list
+      elements: dict
+"""
