@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.gpufleet.inference.plugins.module_utils._domain.instances import normalise
 from repository import ROOT, load, roles
+
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.instances import normalise
 
 EXAMPLE = ROOT / "inventories/example"
 OURS = re.compile(r"^(fleet|gpu|gpufleet|site|vllm)_")
