@@ -70,7 +70,7 @@ def _sources() -> dict[str, bytes]:
         for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
             sources[f"{PACKAGE}/{file.relative_to(base).as_posix()}"] = file.read_bytes()
     sources["gpufleet_build.py"] = f'VERSION = "{_version(base.parent.parent)}"\n'.encode()
-    sources["pynvml.py"] = _pynvml()
+    sources["pynvml.py"] = pynvml_source()
     return sources
 
 
@@ -81,12 +81,13 @@ def _version(collection: Path) -> str:
     return str(yaml.safe_load((collection / "galaxy.yml").read_text(encoding="utf-8"))["version"])
 
 
-def _pynvml() -> bytes:
+def pynvml_source() -> bytes:
+    """The source of the NVML bindings that are installed on the controller."""
     spec = importlib.util.find_spec("pynvml")
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         raise FleetError(
             "controller_lacks_pynvml",
-            "The host helper carries pynvml, and this controller does not have it.",
+            "GPUs are read through pynvml, and this controller does not have it.",
             hint="Install nvidia-ml-py into the Python of ansible: pip install nvidia-ml-py",
         )
     return Path(spec.origin).read_bytes()
