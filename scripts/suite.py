@@ -203,9 +203,9 @@ def shell(ctx: Context) -> None:
 
 @step("test")
 def sanity(ctx: Context) -> None:
-    """ansible-test sanity on a copy of the tracked files, with no ignore list."""
+    """ansible-test sanity on a copy of everything that is shipped, with no ignore list."""
     place = BUILD / "sanity/ansible_collections/gpufleet/inference"
-    copy_tracked(place)
+    copy_tracked(place, lambda name: name in SANITY_ALSO or bool(SHIPPED.match(name)))
     # A repository of its own: ansible-test asks git for the files, and the one around it ignores .build.
     subprocess.run(["git", "init", "--quiet", str(place)], check=True)
     home = CACHE / "ansible-test"
@@ -249,6 +249,10 @@ def build(ctx: Context) -> None:
         missing = [role for role in roles if f'"{role}"' not in text]
         if missing:
             raise StepFailed(f"ansible-doc does not find {', '.join(missing)} in the installed collection")
+    books = [f"gpufleet.inference.{path.stem}" for path in sorted((ROOT / "playbooks").glob("*.yml"))]
+    for book in books:
+        check = ("ansible-playbook", "--syntax-check", "-i", ROOT / "inventories/example/hosts.yml", book)
+        ctx.run(*check, cwd=Path("/"), env=elsewhere)
 
 
 @step("test")
@@ -370,14 +374,14 @@ def tracked() -> list[Path]:
     return [Path(name) for name in git("ls-files", "-z").split("\0") if name and (ROOT / name).is_file()]
 
 
-def copy_tracked(place: Path) -> None:
-    """Make `place` a copy of the tracked files, and of nothing else."""
+def copy_tracked(place: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
+    """Make `place` a copy of the wanted tracked files, and of nothing else (a .git of its own stays)."""
     place.mkdir(parents=True, exist_ok=True)
-    wanted = "\0".join(str(path) for path in tracked()).encode()
-    with _scratch(wanted) as listing:
+    files = [path for path in tracked() if wanted(path.as_posix())]
+    with _scratch("\0".join(map(str, files)).encode()) as listing:
         command = ["rsync", "-a", "--from0", f"--files-from={listing}", f"{ROOT}/", f"{place}/"]
         subprocess.run(command, check=True)
-    keep = {place / path for path in tracked()}
+    keep = {place / path for path in files}
     for path in sorted(place.rglob("*"), reverse=True):
         if path.relative_to(place).parts[0] == ".git":
             continue
@@ -403,6 +407,8 @@ SHIPPED = re.compile(
     r"|(changelogs|docs|meta|playbooks|plugins|roles|inventories/example)/.*)$"
 )
 """What a user of the installed collection may find in it."""
+
+SANITY_ALSO = {"galaxy.yml", "tests/config.yml", ".gitignore"}
 
 
 def unwanted(tarball: Path) -> Iterator[str]:
