@@ -60,6 +60,20 @@ def test_a_plugin_file_is_valid_on_the_oldest_python_of_a_host(path: Path) -> No
             pytest.fail(f"line {node.lineno}: match needs Python 3.10")
 
 
+@pytest.mark.parametrize("path", PLUGIN_FILES, ids=relative)
+def test_a_plugin_file_has_none_of_what_sanity_refuses_most_often(path: Path) -> None:
+    """The quick part of `ansible-test sanity`, for `make check`."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Assert):
+            found.append(f"line {node.lineno}: assert; raise an error instead")
+        elif isinstance(node, ast.Name) and node.id == "_" and isinstance(node.ctx, ast.Store):
+            found.append(f"line {node.lineno}: the name _; say what it is, as in _rest")
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            found.append(f"line {node.lineno}: print(); write to sys.stdout or return the text")
+    assert found == []
+
+
 @pytest.mark.parametrize("path", tracked(f"{DATA.relative_to(ROOT)}/*"), ids=relative)
 def test_every_data_file_says_where_its_facts_are_from(path: Path) -> None:
     if path.suffix not in {".json", ".yml", ".yaml"}:
