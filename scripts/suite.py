@@ -33,6 +33,9 @@ PYTHON = "3.11"
 TEST_MINUTES = 60
 """`make test` stops itself here and prints its time table."""
 
+CLEAN_UP_SECONDS = 120
+"""What cleaning up may take although the suite's time is over."""
+
 TAIL_LINES = 60
 HEARTBEAT_SECONDS = 60
 
@@ -309,6 +312,7 @@ def demo(ctx: Context) -> None:
     try:
         ctx.run(sys.executable, "scripts/demo.py", "up")
     finally:
+        ctx.deadline = max(ctx.deadline, time.monotonic() + CLEAN_UP_SECONDS)
         ctx.run(sys.executable, "scripts/demo.py", "down")
 
 
