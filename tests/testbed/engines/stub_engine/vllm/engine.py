@@ -105,18 +105,18 @@ def report(process, figures):
     log(process, "gpu_model_runner.py:5087", text)
     if VERSION >= (0, 9, 1):
         log(process, "gpu_worker.py:441", f"Available KV cache memory: {figures['kv'] / GIB:.2f} GiB")
-    if VERSION >= (0, 8, 0):
-        log(process, "kv_cache_utils.py:1316", f"GPU KV cache size: {figures['tokens']:,} tokens")
-    else:
+    number = f"{length:,}" if VERSION >= (0, 9, 1) else str(length)
+    size = f"GPU KV cache size: {figures['tokens']:,} tokens"
+    concurrency = f"Maximum concurrency for {number} tokens per request: {figures['tokens'] / length:.2f}x"
+    if VERSION < (0, 8, 0):
         log(process, "executor_base.py:111", f"# GPU blocks: {figures['tokens'] // 16}, # CPU blocks: 0")
-    if VERSION >= (0, 7, 1):
-        number = f"{length:,}" if VERSION >= (0, 9, 1) else str(length)
-        concurrency = figures["tokens"] / length
-        log(
-            process,
-            "kv_cache_utils.py:1321",
-            f"Maximum concurrency for {number} tokens per request: {concurrency:.2f}x",
-        )
+        if VERSION >= (0, 7, 1):
+            log(process, "executor_base.py:116", concurrency)
+    elif VERSION < (0, 30, 0):
+        log(process, "kv_cache_utils.py:1316", size)
+        log(process, "kv_cache_utils.py:1321", concurrency)
+    else:
+        log(process, "kv_cache_utils.py:2327", f"{size}, {concurrency}")
     if figures["graphs"]:
         took = figures["graphs"] / GIB
         log(process, "gpu_model_runner.py:5998", f"Graph capturing finished in 1 secs, took {took:.2f} GiB")

@@ -51,16 +51,21 @@ class Metrics:
         for kind, values in (("gauge", gauges), ("counter", counters)):
             for name, value in values.items():
                 lines += [
-                    f"# TYPE vllm:{name.removesuffix('_total')} {kind}",
+                    f"# TYPE vllm:{name} {kind}",
                     f"vllm:{name}{{{self.labels}}} {float(value)}",
                 ]
-        lines.append("# TYPE vllm:request_success counter")
+        lines.append("# TYPE vllm:request_success_total counter")
         for reason in ("stop", "length", "abort"):
             value = float(self.finished if reason == "length" else 0)
-            lines.append(f'vllm:request_success_total{{{self.labels},finished_reason="{reason}"}} {value}')
+            lines.append(f'vllm:request_success_total{{finished_reason="{reason}",{self.labels}}} {value}')
         per_token = "inter_token_latency_seconds" if VERSION >= (0, 11, 0) else "time_per_output_token_seconds"
         names = ("time_to_first_token_seconds", per_token, "e2e_request_latency_seconds", "request_queue_time_seconds")
-        for name in (*names, "request_prefill_time_seconds", "request_decode_time_seconds"):
+        for name in (
+            *names,
+            "request_inference_time_seconds",
+            "request_prefill_time_seconds",
+            "request_decode_time_seconds",
+        ):
             lines += self.histogram(name)
         if VERSION >= (0, 6, 0):
             lines += ["# TYPE vllm:cache_config_info gauge"]
