@@ -146,8 +146,13 @@ def _merge(facts: dict[str, Any], reading: nvml.Reading) -> None:
     for path, value in reading.values.items():
         if path != "count":
             _place(facts, path, value)
+    if reading.device_count() in (0, 1):
+        unavailable["links"] = "fewer than two GPUs"
     for path, failure in reading.failures.items():
         unavailable[path] = str(failure)
+    silent = [path.split(".")[1] for path in reading.failures if re.fullmatch(r"devices\.\d+", path)]
+    if silent:
+        unavailable.setdefault("links", f"GPU {', '.join(silent)} does not answer")
     if facts["driver"]["running"] is None and facts["driver"].get("nvml"):
         facts["driver"]["running"] = facts["driver"]["nvml"]
         unavailable.pop("driver.running", None)

@@ -425,6 +425,9 @@ class _Work:
         info = self._ask(at, "nvmlDeviceGetMemoryInfo", gpu, self._nvml.nvmlMemory_v2, old=older)
         if info is not None:
             reserved = getattr(info, "reserved", None)
+            if reserved is None:
+                function = "nvmlDeviceGetMemoryInfo_v2"
+                self._emit(["fail", f"{at}.reserved", self._subject, function, FUNCTION_MISSING], False)
             self._tell(at, {"total": info.total, "reserved": reserved, "free": info.free, "used": info.used})
 
     def _mig(self, at: str, gpu: Any) -> None:
