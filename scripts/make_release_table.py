@@ -23,7 +23,7 @@ DEFAULT_OUTPUT = Path(__file__).resolve().parents[1] / "plugins" / "plugin_utils
 # What to do instead of a flag, variable or command that is gone or never was.  Facts from the same reading of the
 # wheels: the successor exists in the release that dropped the name, or the name occurs in no release.
 SUCCESSORS = {
-    "--swap-space": "nothing: the V1 engine does not swap; --kv-offloading-size and --cpu-offload-gb are different things",
+    "--swap-space": "nothing: V1 does not swap; --kv-offloading-size and --cpu-offload-gb do other things",
     "--max-context-len-to-capture": "--max-seq-len-to-capture (0.6.4 to 0.10.2)",
     "--max-seq-len-to-capture": "--max-cudagraph-capture-size (0.11.1 and later)",
     "--worker-use-ray": "--distributed-executor-backend ray",
@@ -48,7 +48,7 @@ SUCCESSORS = {
     "--cuda-graph-sizes": "--cudagraph-capture-sizes (0.11.1 and later)",
     "--disable-mm-preprocessor-cache": "--mm-processor-cache-gb 0",
     "--enable-multimodal-encoder-data-parallel": "--mm-encoder-tp-mode data",
-    "--disable-log-requests": "nothing: requests are not logged by default since 0.10.1; --enable-log-requests turns it on",
+    "--disable-log-requests": "nothing: off by default since 0.10.1; --enable-log-requests turns it on",
     "--logits-processor-pattern": "nothing",
     "--disable-frontend-multiprocessing": "nothing",
     "--max-num-partial-prefills": "nothing",

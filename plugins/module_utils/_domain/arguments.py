@@ -190,9 +190,9 @@ def _unknown(name: str, release: Release, table: ReleaseTable, known: Mapping[st
         text = f"{name} does not exist in vLLM {release.version} (it exists {'in ' * (' to ' in span)}{span})"
     else:
         text = f"{name} is not known to vLLM {release.version}"
-        near = table.suggestions(name, known)
+        near = table.suggestion(name, known)
         if near:
-            text += f", did you mean {' or '.join(near)}?"
+            text += f", did you mean {near}?"
     successor = table.successor(name)
     return f"{text}; use instead: {successor}" if successor else text
 
@@ -274,9 +274,7 @@ def _check_allocator(
     if mig:
         problems.append("expandable_segments:True fails on a MIG slice; drop it from PYTORCH_CUDA_ALLOC_CONF")
     if "--kv-transfer-config" in values:
-        problems.append(
-            "expandable_segments:True and a KV connector (--kv-transfer-config) exclude each other; drop one"
-        )
+        problems.append("expandable_segments:True and --kv-transfer-config exclude each other; drop one")
 
 
 @dataclass(frozen=True)

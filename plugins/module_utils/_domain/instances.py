@@ -1,6 +1,6 @@
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""The list of instances a host shall run: checked, completed, or refused in one message. Private to gpufleet.inference."""
+"""The instances a host shall run: checked, completed, or refused in one message. Private to gpufleet.inference."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ def _gpus(wanted: Any, values: Dict[str, Any]) -> None:
         if set(wanted) != {"mig"}:
             raise _Problem("is neither a count, nor a list, nor {mig: <profile>}")
         values["mig_profile"] = _text(wanted["mig"])
-        values["isolation"] = "mig" if "isolation" not in values else values["isolation"]
+        values.setdefault("isolation", "mig")
         if values["isolation"] != "mig":
             raise _Problem(f"asks for a MIG slice, but isolation is {values['isolation']}")
         count = 1

@@ -1,6 +1,6 @@
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Which GPUs an instance gets: best fit, inside NVLink islands, always the same answer. Private to gpufleet.inference."""
+"""Which GPUs an instance gets: best fit, near each other, always the same. Private to gpufleet.inference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ansible_collections.gpufleet.inference.plugins.module_utils._domain.units i
 FOREIGN_STEP = 256 * MIB
 
 # How near two GPUs are, nearest first; the names are those of `nvidia-smi topo -m`.
-DISTANCE = {"nvlink": 0, "pix": 1, "pxb": 2, "phb": 3, "node": 4, "sys": 5}
+DISTANCE = {"nvlink": 0, "psb": 1, "pix": 1, "pxb": 2, "phb": 3, "node": 4, "sys": 5}
 UNKNOWN_DISTANCE = 5
 
 
@@ -264,8 +264,8 @@ def host_of(gpu: Mapping[str, Any], reserve: int = 0, ram: Optional[Mapping[str,
             "The facts of this host hold no GPU to plan for.",
             "Run gpufleet.inference.gpu_facts first; on a host without a driver the PCI ids must be in the catalogue.",
         )
-    distance, no_p2p = _links(gpu, {device.index: device.uuid for device in devices if device.parent is None})
-    return Host(tuple(sorted(devices, key=_place)), distance, no_p2p)
+    devices.sort(key=_place)
+    return Host(tuple(devices), *_links(gpu, [device for device in devices if device.parent is None]))
 
 
 def _device(
@@ -275,7 +275,7 @@ def _device(
     major, _, minor = str(fact.get("compute_capability") or "0.0").partition(".")
     total = int(memory.get("total") or 0) - int(memory.get("reserved") or 0)
     unified = not total
-    own = sum(int(p.get("used") or 0) for p in fact.get("processes") or [] if str(p.get("unit") or "") in own_units)
+    own = _own(fact, own_units)
     if unified and ram:
         total, free = int(ram.get("total") or 0), int(ram.get("available") or 0)
     else:
@@ -283,7 +283,7 @@ def _device(
     foreign = round_up(max(0, total - free - own), FOREIGN_STEP)
     mode = str(fact.get("compute_mode") or "default")
     why_not = "compute mode is prohibited" if mode == "prohibited" else ("its memory is not known" if not total else "")
-    base = {
+    base: Dict[str, Any] = {
         "index": int(fact.get("index") or 0),
         "pci_address": str(fact.get("pci_address") or ""),
         "name": str(fact.get("name") or ""),
@@ -299,7 +299,8 @@ def _device(
         size = part.get("memory") or {}
         part_total = int(size.get("total") or 0) - int(size.get("reserved") or 0)
         part_free = int(size["free"]) if size.get("free") is not None else part_total
-        part_foreign = round_up(max(0, part_total - part_free - own), FOREIGN_STEP)
+        part_own = _own(fact, own_units, part.get("gi"))
+        part_foreign = round_up(max(0, part_total - part_free - part_own), FOREIGN_STEP)
         slices.append(
             Device(
                 uuid=str(part.get("uuid")),
@@ -327,23 +328,33 @@ def _device(
     ]
 
 
+def _own(fact: Mapping[str, Any], units: set[str], gi: Optional[int] = None) -> int:
+    """Bytes that our own units hold on the device, or on one slice of it."""
+    return sum(
+        int(process.get("used") or 0)
+        for process in fact.get("processes") or []
+        if str(process.get("unit") or "") in units and (gi is None or process.get("gi") == gi)
+    )
+
+
 def _links(
-    gpu: Mapping[str, Any], uuids: Mapping[int, str]
+    gpu: Mapping[str, Any], devices: Sequence[Device]
 ) -> Tuple[Dict[Tuple[str, str], int], FrozenSet[Tuple[str, str]]]:
+    """Distances and pairs without peer access, from the matrices whose rows are the devices by index."""
     distance: Dict[Tuple[str, str], int] = {}
     no_p2p = set()
     links = gpu.get("links") or {}
-    for pair in links.get("pairs") or []:
-        first, second = (str(item) for item in (pair.get("devices") or [pair.get("a"), pair.get("b")])[:2])
-        key = (min(first, second), max(first, second))
-        distance[key] = DISTANCE.get(str(pair.get("kind") or pair.get("link") or "").lower(), UNKNOWN_DISTANCE)
-        if pair.get("p2p") in (False, "no", "not_supported"):
+    for one, two in itertools.combinations(devices, 2):
+        key = (min(one.uuid, two.uuid), max(one.uuid, two.uuid))
+        text = str(_cell(links.get("matrix"), one.index, two.index) or "").lower()
+        distance[key] = DISTANCE["nvlink"] if text.startswith("nv") else DISTANCE.get(text, UNKNOWN_DISTANCE)
+        if _cell(links.get("peer_access"), one.index, two.index) is False:
             no_p2p.add(key)
-    matrix = links.get("matrix") or []
-    for row, cells in enumerate(matrix):
-        for column, cell in enumerate(cells):
-            if column > row and row in uuids and column in uuids:
-                key = (min(uuids[row], uuids[column]), max(uuids[row], uuids[column]))
-                text = str(cell or "").lower()
-                distance[key] = 0 if text.startswith("nv") else DISTANCE.get(text, UNKNOWN_DISTANCE)
     return distance, frozenset(no_p2p)
+
+
+def _cell(matrix: Any, row: int, column: int) -> Any:
+    try:
+        return matrix[row][column]
+    except (IndexError, TypeError):
+        return None

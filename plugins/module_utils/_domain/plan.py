@@ -168,7 +168,9 @@ def _job(instance: Instance, request: Mapping[str, Any], releases: ReleaseTable)
 
 def _keep(job: Job, gpu: Mapping[str, Any], host: Host, ledger: Ledger) -> None:
     """Take over the recorded plan of an instance whose wishes, release and devices are still the same."""
-    fact = next((item for item in gpu.get("instances") or [] if item.get("name") == job.instance.name), {})
+    fact: Mapping[str, Any] = next(
+        (item for item in gpu.get("instances") or [] if item.get("name") == job.instance.name), {}
+    )
     record = fact.get("record") or {}
     record = record.get("plan") or record
     devices = [host.find(str(uuid)) for uuid in record.get("devices") or []]

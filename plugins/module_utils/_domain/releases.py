@@ -201,9 +201,9 @@ class ReleaseTable:
         """What to use instead of a name that is gone; "" when nothing is known."""
         return str(self._data["successors"].get(name, ""))
 
-    def suggestions(self, name: str, known: Iterable[str]) -> List[str]:
-        """Up to three known names that look like this one."""
-        return difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.7)
+    def suggestion(self, name: str, known: Iterable[str]) -> str:
+        """The known name that looks most like this one; "" when none does."""
+        return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)), "")
 
 
 def _known(first: Version, last: Optional[Version], key: Version) -> bool:
