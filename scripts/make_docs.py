@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -123,7 +124,12 @@ def plugin_docs(kind: str) -> Spec:
     if not names:
         return {}
     done = subprocess.run(
-        ["ansible-doc", "--json", "-t", kind, *names], cwd="/", check=False, capture_output=True, text=True
+        [str(Path(sys.executable).with_name("ansible-doc")), "--json", "-t", kind, *names],
+        cwd="/",
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "ANSIBLE_COLLECTIONS_PATH": str(ROOT / ".build/collections")},
     )
     if done.returncode:
         raise SystemExit(f"make_docs: ansible-doc of {kind}s failed: {done.stderr.strip()}")

@@ -506,6 +506,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="name the steps and stop")
     options = parser.parse_args(arguments)
     BUILD.mkdir(exist_ok=True)
+    # The same tools whether `make` or a person starts this.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    os.environ.setdefault("ANSIBLE_COLLECTIONS_PATH", str(BUILD / "collections"))
+    os.environ.setdefault("GPUFLEET_CACHE", str(CACHE))
     chosen = {
         name.rstrip("-"): function
         for name, (suites, function) in STEPS.items()
