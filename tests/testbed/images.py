@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -84,7 +85,13 @@ def _extend(base: Path, target: Path, packages: Sequence[str]) -> None:
     run(["cp", "-a", "--reflink=auto", str(base), str(target)])
     inside = ["systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--pipe", "--resolv-conf=copy-host"]
     apt = ["apt-get", "-q", "-o", "APT::Install-Recommends=false"]
-    script = f"{' '.join(apt)} update && {' '.join(apt)} install -y {' '.join(packages)} && apt-get clean && rm -rf /var/lib/apt/lists"
+    steps = (
+        (*apt, "update"),
+        (*apt, "install", "-y", *packages),
+        ("apt-get", "clean"),
+        ("rm", "-r", "/var/lib/apt/lists"),
+    )
+    script = " && ".join(shlex.join(step) for step in steps)
     env = ["--setenv=DEBIAN_FRONTEND=noninteractive"]
     run([*inside, *env, f"--machine=testbed-{os.getpid()}", "-D", str(target), "sh", "-c", script])
     for key in (target / "etc/ssh").glob("ssh_host_*"):
