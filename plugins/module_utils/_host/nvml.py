@@ -143,29 +143,28 @@ def pack_bindings(source: bytes) -> str:
 
 def load_bindings(packed: str) -> types.ModuleType:
     """pynvml from the text of pack_bindings, in memory only. The library itself is not loaded before its first call."""
-    source = zlib.decompress(base64.b64decode(packed))
-    module = types.ModuleType("pynvml")
-    sys.modules["pynvml"] = module  # its own start-up looks itself up there
-    exec(compile(source, "pynvml.py", "exec"), module.__dict__)
-    return module
+    return _module(zlib.decompress(base64.b64decode(packed)))
 
 
 def load_bindings_from_helper(path: str, digest: str) -> Optional[types.ModuleType]:
     """pynvml from the host helper when the artefact at path has this digest, else None."""
+    import zipimport
+
     try:
         with open(path, "rb") as stream:
             if hashlib.sha256(stream.read()).hexdigest() != digest:
                 return None
-    except OSError:
+        source = zipimport.zipimporter(path).get_source("pynvml")
+    except (OSError, ImportError):
         return None
-    sys.path.insert(0, path)
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    finally:
-        sys.path.remove(path)
-    return pynvml
+    return None if source is None else _module(source.encode())
+
+
+def _module(source: bytes) -> types.ModuleType:
+    module = types.ModuleType("gpufleet_pynvml")
+    sys.modules[module.__name__] = module  # its own start-up looks itself up there
+    exec(compile(source, "pynvml.py", "exec"), module.__dict__)
+    return module
 
 
 def read(
