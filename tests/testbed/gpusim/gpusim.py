@@ -18,12 +18,14 @@ import platform
 import re
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import uuid
 from pathlib import Path
 from typing import Any, Iterator
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from standins import indices, make_nodes, mount_all, point, unmount_all, write_tree
 
 HERE = Path(__file__).resolve().parent
 STATE_DIR = "var/lib/gpusim"
@@ -90,7 +92,7 @@ class Host:
             values = self.read()
             yield values
             self.write(values)
-        write_tree(self, values)
+        write_tree(self.tree, values)
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, str]:
@@ -145,7 +147,8 @@ def mig_uuid(gpu_uuid: str, gi: int, ci: int, epoch: int) -> str:
     """The same UUID as the library gives to a slice that is created through NVML."""
     seed = f"{gpu_uuid}/{gi}/{ci}/{epoch}"
     one, two = fnv(seed, 14695981039346656037), fnv(seed, (1099511628211 * 7919) % (1 << 64))
-    return f"MIG-{one >> 32:08x}-{one >> 16 & 0xFFFF:04x}-5{one & 0xFFF:03x}-8{two >> 52:03x}-{two & 0xFFFFFFFFFFFF:012x}"
+    parts = (f"{one >> 32:08x}", f"{one >> 16 & 0xFFFF:04x}", f"5{one & 0xFFF:03x}", f"8{two >> 52:03x}")
+    return f"MIG-{'-'.join(parts)}-{two & 0xFFFFFFFFFFFF:012x}"
 
 
 def add_slices(values: dict[str, str], gpu: int, names: list[str]) -> None:
@@ -181,6 +184,7 @@ def state_of_profile(name: str, seed: str, cpus: str) -> dict[str, str]:
     real = dict(zip(nodes, spread(online_cpus(), len(nodes))))
     chosen = nodes if cpus == "profile" else real
     values.update(flatten(chosen, "node"))
+    switches = profile.get("switches", {})
     for index, gpu in enumerate(profile["gpus"]):
         key = f"gpu.{index}"
         model = json.loads((HERE / "models" / f"{gpu['model']}.json").read_text(encoding="utf-8"))
@@ -195,254 +199,14 @@ def state_of_profile(name: str, seed: str, cpus: str) -> dict[str, str]:
         values[f"{key}.cpus"] = chosen[values[f"{key}.numa_node"]]
         if values.get(f"{key}.gsp.enabled") == "1":
             values[f"{key}.gsp.version"] = values["system.driver_version"]
-        switches = profile.get("switches", {}).get("addresses", [])
-        if switches and values.get(f"{key}.nvlink.remote_type") == "2":
-            values.setdefault(f"{key}.nvlink.remote", ";".join(switches))
+        if switches.get("addresses") and values.get(f"{key}.nvlink.remote_type") == "2":
+            values.setdefault(f"{key}.nvlink.remote", ";".join(switches["addresses"]))
         add_slices(values, index, gpu.get("slices", []))
-    values.update(flatten({str(i): {"address": a} for i, a in enumerate(profile.get("switches", {}).get("addresses", []))}, "switch"))
-    for key in [k for k in values if k.startswith("switch.")]:
-        values[key.replace("address", "device_id")] = profile["switches"]["device_id"]
+    for index, address in enumerate(switches.get("addresses", [])):
+        values[f"switch.{index}.address"] = address
+        values[f"switch.{index}.device_id"] = switches["device_id"]
     values.update(flatten({str(i): item for i, item in enumerate(profile.get("pci_extra", []))}, "pci_extra"))
     return values
-
-
-def indices(values: dict[str, str], group: str) -> list[int]:
-    return sorted({int(k.split(".")[1]) for k in values if re.match(rf"{group}\.\d+\.", k)})
-
-
-# ---- the stand-ins of /proc, /sys and /dev ----------------------------------------------------
-
-
-def put(path: Path, text: str, mode: int = 0o444) -> None:
-    """Files are replaced in place: the folders may be bind-mounted somewhere."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_file() and path.read_text(encoding="utf-8") == text:
-        return
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    new.chmod(mode)
-    new.replace(path)
-
-
-def keep_only(folder: Path, names: set[str]) -> None:
-    for item in list(folder.iterdir()) if folder.is_dir() else []:
-        if item.name not in names:
-            if item.is_dir() and not item.is_symlink():
-                shutil.rmtree(item)
-            else:
-                item.unlink()
-
-
-def point(link: Path, target: str) -> None:
-    if link.is_symlink() and os.readlink(link) == target:
-        return
-    link.unlink(missing_ok=True)
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(target)
-
-
-def pci_device(tree: Path, address: str, driver: str | None, **files: str) -> None:
-    folder = tree / "sys/bus/pci/devices" / address
-    files.setdefault("subsystem_vendor", files["vendor"])
-    files.setdefault("revision", "0xa1")
-    files.setdefault("enable", "1" if driver else "0")
-    for name, text in files.items():
-        put(folder / name, text + "\n")
-    ids = [int(files[n], 16) for n in ("vendor", "device", "subsystem_vendor", "subsystem_device", "class")]
-    put(
-        folder / "modalias",
-        "pci:v{:08X}d{:08X}sv{:08X}sd{:08X}bc{:02X}sc{:02X}i{:02X}\n".format(*ids[:4], ids[4] >> 16, ids[4] >> 8 & 255, ids[4] & 255),
-    )
-    put(folder / "resource", "0x0000000000000000 0x0000000000000000 0x0000000000000000\n" * 7)
-    config = bytearray(256)
-    config[0:4] = ids[0].to_bytes(2, "little") + ids[1].to_bytes(2, "little")
-    config[8:12] = bytes([0xA1]) + ids[4].to_bytes(3, "little")
-    config[0x2C:0x30] = ids[2].to_bytes(2, "little") + ids[3].to_bytes(2, "little")
-    (folder / "config").write_bytes(config)
-    if driver:
-        put(tree / "sys/bus/pci/drivers" / driver / "new_id", "", 0o200)
-        point(folder / "driver", f"../../drivers/{driver}")
-        point(tree / "sys/bus/pci/drivers" / driver / address, f"../../devices/{address}")
-    elif (folder / "driver").is_symlink():
-        (folder / "driver").unlink()
-
-
-def cpu_mask(cpus: str) -> str:
-    mask = 0
-    for part in cpus.split(","):
-        low, _, high = part.partition("-")
-        for cpu in range(int(low), int(high or low) + 1):
-            mask |= 1 << cpu
-    words = f"{mask:x}".rjust(8, "0")
-    words = words.rjust(-(-len(words) // 8) * 8, "0")
-    return ",".join(words[i : i + 8] for i in range(0, len(words), 8))
-
-
-def write_tree(host: Host, values: dict[str, str]) -> None:
-    """Everything that follows from the state: run after each change, cheap, idempotent."""
-    tree = host.tree
-    gpus = indices(values, "gpu")
-    switches = indices(values, "switch")
-    extra = indices(values, "pci_extra")
-    loaded = values.get("system.driver_loaded", "1") != "0"
-    version = values.get("system.kernel_driver_version", values["system.driver_version"])
-    driver = "nvidia" if loaded else None
-
-    addresses = set()
-    for index in gpus:
-        key = f"gpu.{index}"
-        address = values[f"{key}.pci.address"].lower()
-        if values.get(f"{key}.pci.gone") == "1":
-            continue
-        addresses.add(address)
-        pci_device(
-            tree, address, driver,
-            vendor="0x10de", device=values[f"{key}.pci.device_id"], subsystem_device=values[f"{key}.pci.subsystem_id"],
-            numa_node=values[f"{key}.numa_node"], local_cpulist=values[f"{key}.cpus"], local_cpus=cpu_mask(values[f"{key}.cpus"]),
-            irq=values.get(f"{key}.pci.irq", "0"), **{"class": "0x030200" if values.get(f"{key}.pci.subclass") == "2" else "0x030000"},
-        )  # fmt: skip
-    for index in switches:
-        address = values[f"switch.{index}.address"].lower()
-        addresses.add(address)
-        pci_device(
-            tree, address, "nvidia-nvswitch" if loaded else None,
-            vendor="0x10de", device=values[f"switch.{index}.device_id"], subsystem_device="0x1796", numa_node="0",
-            local_cpulist=values.get("node.0", "0"), local_cpus=cpu_mask(values.get("node.0", "0")), irq="0", **{"class": "0x068000"},
-        )  # fmt: skip
-    for index in extra:
-        key = f"pci_extra.{index}"
-        address = values[f"{key}.address"].lower()
-        addresses.add(address)
-        node = values.get(f"{key}.numa_node", "0")
-        pci_device(
-            tree, address, values.get(f"{key}.driver") or None,
-            vendor=values[f"{key}.vendor"], device=values[f"{key}.device"], subsystem_device="0x0000", numa_node=node,
-            local_cpulist=values.get(f"node.{node}", "0"), local_cpus=cpu_mask(values.get(f"node.{node}", "0")), irq="0",
-            **{"class": values[f"{key}.class"]},
-        )  # fmt: skip
-    (tree / "sys/bus/pci/devices").mkdir(parents=True, exist_ok=True)
-    (tree / "sys/bus/pci/drivers").mkdir(parents=True, exist_ok=True)
-    keep_only(tree / "sys/bus/pci/devices", addresses)
-    for folder in (tree / "sys/bus/pci/drivers").iterdir():
-        for item in folder.iterdir():
-            if item.is_symlink() and not (tree / "sys/bus/pci/devices" / item.name / "driver").is_symlink():
-                item.unlink()
-
-    modules = tree / "sys/module"
-    modules.mkdir(parents=True, exist_ok=True)
-    if loaded:
-        holders = len(processes_alive(host, values)) if str(host.root) == "/" else 0
-        uses = {"nvidia_uvm": 0, "nvidia_modeset": 0}
-        put(modules / "nvidia/version", version + "\n")
-        put(modules / "nvidia/refcnt", f"{len(uses) + holders}\n")
-        put(modules / "nvidia/initstate", "live\n")
-        put(modules / "nvidia/taint", "OE\n" if values.get("system.flavour") == "open" else "POE\n")
-        for name, count in uses.items():
-            put(modules / name / "version", version + "\n")
-            put(modules / name / "refcnt", f"{count}\n")
-            put(modules / name / "initstate", "live\n")
-            (modules / "nvidia/holders" / name).mkdir(parents=True, exist_ok=True)
-    else:
-        for name in ("nvidia", "nvidia_uvm", "nvidia_modeset"):
-            shutil.rmtree(modules / name, ignore_errors=True)
-
-    proc = tree / "proc/driver"
-    proc.mkdir(parents=True, exist_ok=True)
-    if loaded:
-        write_proc(proc, values, gpus, switches, version)
-    else:
-        keep_only(proc, set())
-
-    put(tree / "dev.list", "".join(f"{name}\n" for name in device_nodes(values, gpus, switches, loaded)), 0o644)
-
-
-def write_proc(proc: Path, values: dict[str, str], gpus: list[int], switches: list[int], version: str) -> None:
-    machine = platform.machine()
-    if values.get("system.flavour") == "open":
-        banner = f"NVIDIA UNIX Open Kernel Module for {machine}  {version}  Release Build"
-    else:
-        banner = f"NVIDIA UNIX {machine} Kernel Module  {version}"
-    put(proc / "nvidia/version", f"NVRM version: {banner}  (gpusim)\nGCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n")
-    parameters = {"ResmanDebugLevel": "4294967295", "RmLogonRC": "1", "ModifyDeviceFiles": "1", "DeviceFileUID": "0",
-                  "DeviceFileGID": "0", "DeviceFileMode": "438", "InitializeSystemMemoryAllocations": "1",
-                  "EnableMSI": "1", "EnablePCIeGen3": "0", "MemoryPoolSize": "0", "EnableGpuFirmware": "18",
-                  "RmProfilingAdminOnly": "1", "EnableStreamMemOPs": "0", "OpenRmEnableUnsupportedGpus": "1",
-                  "PreserveVideoMemoryAllocations": "0", "DynamicPowerManagement": "3", "RegistryDwords": '""',
-                  "RegistryDwordsPerDevice": '""', "ExcludedGpus": '""'}  # fmt: skip
-    parameters.update({k[len("param."):]: v for k, v in values.items() if k.startswith("param.")})
-    put(proc / "nvidia/params", "".join(f"{name}: {value}\n" for name, value in parameters.items()))
-    put(proc / "nvidia/registry", 'Binary: ""\n')
-    put(proc / "nvidia-caps/mig-minors", mig_minors())
-    named = set()
-    (proc / "nvidia/gpus").mkdir(parents=True, exist_ok=True)
-    for index in gpus:
-        key = f"gpu.{index}"
-        address = values[f"{key}.pci.address"].lower()
-        if values.get(f"{key}.pci.gone") == "1":
-            continue
-        named.add(address)
-        firmware = values.get(f"{key}.gsp.version", "N/A")
-        put(
-            proc / "nvidia/gpus" / address / "information",
-            f"Model: \t\t {values[f'{key}.name']}\nIRQ:   \t\t {values.get(f'{key}.pci.irq', '0')}\n"
-            f"GPU UUID: \t {values[f'{key}.uuid']}\nVideo BIOS: \t {values.get(f'{key}.vbios_version', '??.??.??.??.??')}\n"
-            f"Bus Type: \t PCIe\nDMA Size: \t 52 bits\nDMA Mask: \t 0xfffffffffffff\nBus Location: \t {address}\n"
-            f"Device Minor: \t {values[f'{key}.minor']}\nGPU Firmware: \t {firmware}\nGPU Excluded:\t No\n",
-        )
-    keep_only(proc / "nvidia/gpus", named)
-    capabilities = proc / "nvidia/capabilities"
-    put(capabilities / "mig/config", "DeviceFileMinor: 1\nDeviceFileMode: 256\nDeviceFileModify: 1\n")
-    put(capabilities / "mig/monitor", "DeviceFileMinor: 2\nDeviceFileMode: 292\nDeviceFileModify: 1\n")
-    minors = {line.rpartition(" ")[0]: line.rpartition(" ")[2] for line in mig_minors().splitlines()}
-    for index in gpus:
-        folder = capabilities / f"gpu{values[f'gpu.{index}.minor']}/mig"
-        present = set()
-        for key in values:
-            match = re.fullmatch(rf"gpu\.{index}\.gi\.(\d+)(?:\.ci\.(\d+))?", key)
-            if match:
-                gi, ci = match.groups()
-                present.add(f"gi{gi}")
-                name = f"gi{gi}/ci{ci}" if ci is not None else f"gi{gi}"
-                minor = minors[f"gpu{values[f'gpu.{index}.minor']}/{name}/access"]
-                put(folder / name / "access", f"DeviceFileMinor: {minor}\nDeviceFileMode: 292\nDeviceFileModify: 1\n")
-                if ci is None:
-                    cis = {k.split(".")[5] for k in values if k.startswith(f"{key}.ci.")}
-                    keep_only(folder / name, {"access"} | {f"ci{c}" for c in cis})
-        keep_only(folder, present)
-    if switches:
-        put(proc / "nvidia-nvswitch/permissions", "DeviceFileMinor: 255\nDeviceFileMode: 438\nDeviceFileModify: 1\n")
-        for index in switches:
-            address = values[f"switch.{index}.address"].lower()
-            put(proc / "nvidia-nvswitch/devices" / address / "information", f"BIOS Version: 96.10.57.00.01\nBus Location: {address}\nDevice Minor: {index}\n")  # fmt: skip
-
-
-def mig_minors() -> str:
-    """Numbers of /dev/nvidia-caps: config, monitor, then every GPU's instances in a fixed order."""
-    lines, minor = ["config 1", "monitor 2"], 3
-    for gpu in range(16):
-        for gi in range(15):
-            lines.append(f"gpu{gpu}/gi{gi}/access {minor}")
-            minor += 1
-            for ci in range(8):
-                lines.append(f"gpu{gpu}/gi{gi}/ci{ci}/access {minor}")
-                minor += 1
-    return "\n".join(lines) + "\n"
-
-
-def device_nodes(values: dict[str, str], gpus: list[int], switches: list[int], loaded: bool) -> list[str]:
-    if not loaded:
-        return []
-    nodes = ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset", "nvidia-caps/nvidia-cap1", "nvidia-caps/nvidia-cap2"]
-    nodes += [f"nvidia{values[f'gpu.{i}.minor']}" for i in gpus if values.get(f"gpu.{i}.pci.gone") != "1"]
-    if switches:
-        nodes += ["nvidia-nvswitchctl"] + [f"nvidia-nvswitch{i}" for i in switches]
-    minors = {line.rpartition(" ")[0]: line.rpartition(" ")[2] for line in mig_minors().splitlines()}
-    for key in values:
-        match = re.fullmatch(r"gpu\.(\d+)\.gi\.(\d+)(?:\.ci\.(\d+))?", key)
-        if match:
-            name = f"gpu{values[f'gpu.{match[1]}.minor']}/gi{match[2]}" + (f"/ci{match[3]}" if match[3] else "")
-            nodes.append(f"nvidia-caps/nvidia-cap{minors[f'{name}/access']}")
-    return [n for n in nodes if n not in values.get("dev.missing", "").split(",")]
 
 
 # ---- verbs ------------------------------------------------------------------------------------
@@ -508,12 +272,13 @@ def init(host: Host, args: argparse.Namespace) -> None:
         for part in ("profiles", "models"):
             shutil.rmtree(tool / part, ignore_errors=True)
             shutil.copytree(HERE / part, tool / part)
-        shutil.copyfile(HERE / "gpusim.py", tool / "gpusim.py")
-    built = Path(args.library) if args.library else (BUILT if BUILT.is_file() else tool / "libnvidia-ml.so.1")
-    if built.is_file() and built != tool / "libnvidia-ml.so.1":
-        shutil.copyfile(built, tool / "libnvidia-ml.so.1")
+        for part in ("gpusim.py", "standins.py"):
+            shutil.copyfile(HERE / part, tool / part)
+    if (HERE / "Makefile").is_file():
+        subprocess.run(["make", "--silent", "-C", str(HERE)], check=True)
+        shutil.copyfile(BUILT, tool / "libnvidia-ml.so.1")
     install_library(host, values, tool / "libnvidia-ml.so.1")
-    write_tree(host, values)
+    write_tree(host.tree, values)
     unit = host.root / "etc/systemd/system" / UNIT
     unit.parent.mkdir(parents=True, exist_ok=True)
     unit.write_text(UNIT_TEXT, encoding="utf-8")
@@ -523,13 +288,12 @@ def init(host: Host, args: argparse.Namespace) -> None:
 
 def uninstall(host: Host, args: argparse.Namespace) -> None:
     if str(host.root) == "/":
-        unmount_all(host)
+        unmount_all()
     remove_library(host.root)
     (host.root / f"etc/systemd/system/sysinit.target.wants/{UNIT}").unlink(missing_ok=True)
     (host.root / "etc/systemd/system" / UNIT).unlink(missing_ok=True)
-    for folder in (host.folder, host.root / TOOL_DIR):
-        if not (folder == HERE or HERE.is_relative_to(folder)) or folder == host.root / TOOL_DIR:
-            shutil.rmtree(folder, ignore_errors=True)
+    for folder in (host.root / STATE_DIR, host.root / TOOL_DIR):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def set_value(host: Host, args: argparse.Namespace) -> None:
@@ -649,8 +413,8 @@ def process(host: Host, args: argparse.Namespace) -> None:
             if began is None:
                 raise Problem(f"there is no process {pid} here; use --pinned for one that only the simulation knows")
             words.append(f"start={began}")
-        words = [f"pid={pid}", f"device={args.device}", f"bytes={in_bytes(args.bytes)}", f"kind={args.kind}", *words, f"name={args.name}"]
-        values[f"process.{number}"] = " ".join(words)
+        what = [f"pid={pid}", f"device={args.device}", f"bytes={in_bytes(args.bytes)}", f"kind={args.kind}"]
+        values[f"process.{number}"] = " ".join([*what, *words, f"name={args.name}"])
         print(f"{number}\t{pid}" if args.spawn else number)
 
 
@@ -661,14 +425,15 @@ def show(host: Host, args: argparse.Namespace) -> None:
             if fnmatch.fnmatchcase(key, args.path) or key == args.path:
                 print(f"{key}={values[key]}")
         return
-    print(f"profile {values['profile']}, driver {values['system.driver_version']} ({values.get('system.flavour', '?')})")
+    flavour = values.get("system.flavour", "?")
+    print(f"profile {values['profile']}, driver {values['system.driver_version']} ({flavour})")
     for index in indices(values, "gpu"):
         key = f"gpu.{index}"
-        memory = int(values.get(f"{key}.memory.total", "0")) / (1 << 30)
+        got = {k[len(key) + 1 :]: v for k, v in values.items() if k.startswith(f"{key}.")}
         print(
-            f"  {index} {values[f'{key}.pci.address']} {values[f'{key}.name']} {memory:.2f} GiB node {values[f'{key}.numa_node']} "
-            f"persistence {values.get(f'{key}.persistence_mode', '-')} compute mode {values.get(f'{key}.compute_mode', '-')} "
-            f"MIG {values.get(f'{key}.mig.mode', '-')} {values[f'{key}.uuid']}"
+            f"  {index} {got['pci.address']} {got['name']}, {int(got.get('memory.total', '0')) / (1 << 30):.2f} GiB, "
+            f"node {got['numa_node']}, persistence {got.get('persistence_mode', '-')}, "
+            f"compute mode {got.get('compute_mode', '-')}, MIG {got.get('mig.mode', '-')}, {got['uuid']}"
         )
     for key, value in sorted(values.items()):
         if key.startswith(("fault.", "process.")):
@@ -716,96 +481,6 @@ def reboot(host: Host, args: argparse.Namespace) -> None:
     (host.folder / "fresh").touch()  # the boot that follows must not do it again
 
 
-# ---- inside the host: mounts and device nodes -------------------------------------------------
-
-
-def mounted(path: str) -> bool:
-    lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
-    return any(line.split()[4] == path for line in lines)
-
-
-def run(*command: str) -> None:
-    subprocess.run(command, check=True)
-
-
-def bind(source: Path, target: str) -> None:
-    if not mounted(target):
-        run("mount", "--bind", str(source), target)
-
-
-def link_real_modules(host: Host) -> None:
-    """/sys/module cannot take a new folder, so it is covered by one that has ours and points to the real ones."""
-    aside = Path("/run/gpusim/sys-module")
-    aside.mkdir(parents=True, exist_ok=True)
-    if not mounted(str(aside)):
-        run("mount", "--bind", "/sys/module", str(aside))
-    for item in aside.iterdir():
-        if not (host.tree / "sys/module" / item.name).exists():
-            point(host.tree / "sys/module" / item.name, str(item))
-
-
-def cover_list(name: str, host: Host, extra: str) -> None:
-    """/proc/devices and /proc/modules with the driver's lines added."""
-    real = Path(f"/proc/{name}")
-    if not mounted(str(real)) and extra:
-        put(host.tree / "proc" / name, real.read_text(encoding="utf-8").replace("\nBlock devices:", f"{extra}\n\nBlock devices:", 1)
-            if name == "devices" else real.read_text(encoding="utf-8") + extra + "\n")  # fmt: skip
-        bind(host.tree / "proc" / name, str(real))
-
-
-def make_nodes(host: Host) -> None:
-    """Clones of /dev/null under NVIDIA's names: they open, which is all that the stand-ins promise."""
-    wanted = (host.tree / "dev.list").read_text(encoding="utf-8").split()
-    for path in [*Path("/dev").glob("nvidia*"), *Path("/dev/nvidia-caps").glob("nvidia-cap*")]:
-        if str(path.relative_to("/dev")) not in wanted and not path.is_dir():
-            path.unlink()
-    for name in wanted:
-        path = Path("/dev") / name
-        path.parent.mkdir(mode=0o755, exist_ok=True)
-        if not path.exists():
-            try:
-                os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
-            except PermissionError:
-                path.touch()
-                run("mount", "--bind", "/dev/null", str(path))
-            path.chmod(0o400 if name.endswith("nvidia-cap1") else 0o444 if "nvidia-cap" in name else 0o666)
-
-
-def mount_all(host: Host) -> None:
-    values = host.read()
-    write_tree(host, values)
-    loaded = values.get("system.driver_loaded", "1") != "0"
-    link_real_modules(host)
-    bind(host.tree / "sys/module", "/sys/module")
-    bind(host.tree / "sys/bus/pci", "/sys/bus/pci")
-    bind(host.tree / "proc/driver", "/proc/driver")
-    version = values.get("system.kernel_driver_version", values["system.driver_version"])
-    taint = "OE" if values.get("system.flavour") == "open" else "POE"
-    if loaded:
-        cover_list("devices", host, "195 nvidia\n195 nvidia-modeset\n195 nvidiactl\n508 nvidia-uvm\n509 nvidia-nvswitch\n510 nvidia-caps")
-        cover_list("modules", host, f"nvidia_uvm 4956160 0 - Live 0x0000000000000000 ({taint})\n"
-                   f"nvidia_modeset 1814528 0 - Live 0x0000000000000000 ({taint})\n"
-                   f"nvidia 103956480 2 nvidia_uvm,nvidia_modeset, Live 0x0000000000000000 ({taint}) # {version}".split(" #")[0])  # fmt: skip
-    make_nodes(host)
-    if os.geteuid() == 0:
-        with contextlib.suppress(subprocess.CalledProcessError, OSError):
-            freezer = Path("/run/gpusim/freezer")
-            freezer.mkdir(parents=True, exist_ok=True)
-            if not mounted(str(freezer)):
-                run("mount", "-t", "cgroup", "-o", "freezer", "gpusim-freezer", str(freezer))
-
-
-def unmount_all(host: Host) -> None:
-    for target in ("/proc/modules", "/proc/devices", "/proc/driver", "/sys/bus/pci", "/sys/module", "/run/gpusim/sys-module", "/run/gpusim/freezer"):
-        if mounted(target):
-            run("umount", "--lazy", target)
-    for path in [*Path("/dev").glob("nvidia*"), *Path("/dev/nvidia-caps").glob("*")]:
-        if not path.is_dir():
-            if mounted(str(path)):
-                run("umount", str(path))
-            path.unlink()
-
-
 def boot(host: Host, args: argparse.Namespace) -> None:
     """At boot: a reboot has happened, unless the state is fresh; then the stand-ins are put in place."""
     for path in (host.folder / "processes").glob("*"):
@@ -815,18 +490,20 @@ def boot(host: Host, args: argparse.Namespace) -> None:
     else:
         with host.change() as values:
             after_reboot(values)
-    mount_all(host)
+    mount(host, args)
 
 
 def mount(host: Host, args: argparse.Namespace) -> None:
-    mount_all(host)
+    values = host.read()
+    write_tree(host.tree, values)
+    mount_all(host.tree, values)
 
 
 def refresh(host: Host, args: argparse.Namespace) -> None:
     """Bring the stand-ins up to date after changes that were made through NVML (MIG slices, say)."""
-    write_tree(host, host.read())
+    write_tree(host.tree, host.read())
     if str(host.root) == "/":
-        make_nodes(host)
+        make_nodes(host.tree)
 
 
 def thaw(host: Host, args: argparse.Namespace) -> None:
@@ -856,7 +533,6 @@ def main() -> int:
     verb.add_argument("--profile", required=True)
     verb.add_argument("--seed", help="makes UUIDs and serials; default: the host's name")
     verb.add_argument("--cpus", choices=("real", "profile"), default="real", help="processors named in affinities")
-    verb.add_argument("--library", help="the built library; default: .build/gpusim/libnvidia-ml.so.1")
     verb.add_argument("--state-only", action="store_true", help="state and processes folder, no library, unit or tree")
 
     verb = verbs.add_parser("set", help="change a key, e.g. gpu.0.memory.foreign 10G or gpu.*.power.draw '!15'")
