@@ -95,16 +95,23 @@ def _devices(gpu: dict[str, Any]) -> list[Finding]:
     found = []
     unavailable = gpu["unavailable"]
     devices = gpu["devices"]
+    alike: dict[tuple[str, str, str, str], list[int]] = {}
     for number, device in enumerate(devices):
-        subject = f"GPU {device['index'] if device['index'] is not None else number} ({device['pci_address']})"
         reason = unavailable.get(f"devices.{number}", "")
+        index = device["index"] if device["index"] is not None else number
+        subject = f"GPU {index} ({device['pci_address']})"
         if "(NVML 15)" in reason:
             remedy = "Drain the host and power-cycle it; when it comes back, have the GPU checked."
             found.append(Finding("gpu_lost", "error", subject, f"The GPU is lost: {reason}.", remedy))
         elif reason:
             remedy = "Look in the kernel log for Xid lines of this GPU; a reset or reboot is likely due."
             found.append(Finding("gpu_silent", "error", subject, f"The GPU does not answer: {reason}.", remedy))
-        found += _device(subject, device)
+        for about in _device(subject, device):
+            alike.setdefault((about.code, about.severity, about.text, about.remedy), []).append(number)
+    for (code, severity, text, remedy), numbers in alike.items():
+        first = devices[numbers[0]]
+        subject = f"GPU {ranges(numbers)}" if len(numbers) > 1 else f"GPU {first['index']} ({first['pci_address']})"
+        found.append(Finding(code, severity, subject, text, remedy))
     kinds = sorted({device["name"] for device in devices if device["name"]})
     if len(kinds) > 1:
         text = f"The host has GPUs of {len(kinds)} kinds: {', '.join(kinds)}."
@@ -116,6 +123,17 @@ def _devices(gpu: dict[str, Any]) -> list[Finding]:
         remedy = "Look in the kernel log for lines with NVRM that name these addresses."
         found.append(Finding("gpu_missing", "error", ", ".join(lost), text, remedy))
     return found
+
+
+def ranges(numbers: list[int]) -> str:
+    """Ascending numbers as people write them: "0-2, 5"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 def _device(subject: str, device: dict[str, Any]) -> list[Finding]:

@@ -197,7 +197,7 @@ def _mounts(root: Root) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for line in (root.read_text("/proc/self/mounts") or "").splitlines():
         fields = line.split()
-        if len(fields) >= 4 and not _PSEUDO.fullmatch(fields[2]):
+        if len(fields) >= 4 and not _PSEUDO.fullmatch(fields[2]) and not fields[1].startswith(("/sys/", "/proc/")):
             path = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), fields[1])
             found[path] = {"path": path, "fstype": fields[2], "options": fields[3]}
     return [found[path] for path in sorted(found)]
