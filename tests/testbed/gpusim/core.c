@@ -69,7 +69,9 @@ static void freeze(void) {
     static const char *const roots[] = {"/run/gpusim/freezer", "/sys/fs/cgroup/freezer"};
     for (size_t i = 0; i < sizeof roots / sizeof *roots; i++) {
         char folder[128], path[192], word[32];
-        snprintf(folder, sizeof folder, "%s/gpusim-%ld", roots[i], (long)getpid());
+        struct timespec now = {0, 0};
+        clock_gettime(CLOCK_MONOTONIC, &now); /* containers share the hierarchy, so a pid alone is no unique name */
+        snprintf(folder, sizeof folder, "%s/gpusim-%ld-%ld%09ld", roots[i], (long)getpid(), (long)now.tv_sec, now.tv_nsec);
         if (mkdir(folder, 0755) != 0) {
             continue;
         }

@@ -288,7 +288,7 @@ def init(host: Host, args: argparse.Namespace) -> None:
 
 def uninstall(host: Host, args: argparse.Namespace) -> None:
     if str(host.root) == "/":
-        unmount_all()
+        unmount_all(host.tree)
     remove_library(host.root)
     (host.root / f"etc/systemd/system/sysinit.target.wants/{UNIT}").unlink(missing_ok=True)
     (host.root / "etc/systemd/system" / UNIT).unlink(missing_ok=True)

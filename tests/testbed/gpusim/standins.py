@@ -339,20 +339,18 @@ def run(*command: str) -> None:
     subprocess.run(command, check=True)
 
 
-def mounted(path: str) -> bool:
-    lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
-    return any(line.split()[4] == path for line in lines)
-
-
 def bind(source: Path, target: str) -> None:
-    if not mounted(target):
+    """Cover target with source, unless that is so. (A container may have mounts of its own there.)"""
+    if not os.path.samefile(source, target):
         run("mount", "--bind", str(source), target)
 
 
 def link_real_modules(tree: Path) -> None:
     """/sys/module cannot take a new folder, so it is covered by one that holds ours and points to the real ones."""
-    REAL_MODULES.mkdir(parents=True, exist_ok=True)
-    bind(Path("/sys/module"), str(REAL_MODULES))
+    if not os.path.samefile(tree / "sys/module", "/sys/module"):
+        REAL_MODULES.mkdir(parents=True, exist_ok=True)
+        bind(Path("/sys/module"), str(REAL_MODULES))
+        run("mount", "--make-private", str(REAL_MODULES))  # else the cover below would propagate to it
     for item in REAL_MODULES.iterdir():
         if not (tree / "sys/module" / item.name).exists():
             point(tree / "sys/module" / item.name, str(item))
@@ -360,9 +358,13 @@ def link_real_modules(tree: Path) -> None:
 
 def cover_lists(tree: Path, values: State) -> None:
     """/proc/devices and /proc/modules with the driver's lines added to the real ones."""
+    if (tree / "proc/devices").exists() and os.path.samefile(tree / "proc/devices", "/proc/devices"):
+        return
     real = Path("/proc/devices").read_text(encoding="utf-8")
     put(tree / "proc/devices", real.replace("\nBlock devices:", f"{LINES_OF_PROC_DEVICES}\n\nBlock devices:", 1))
     bind(tree / "proc/devices", "/proc/devices")
+    if not Path("/proc/modules").exists():
+        return  # a kernel without loadable modules; no folder of /proc takes a new file
     tail = f"Live 0x0000000000000000 ({taint(values)})\n"
     lines = f"nvidia_uvm 4956160 0 - {tail}nvidia_modeset 1814528 0 - {tail}"
     lines += f"nvidia 103956480 2 nvidia_uvm,nvidia_modeset, {tail}"
@@ -389,19 +391,25 @@ def mount_all(tree: Path, values: State) -> None:
     bind(tree / "sys/module", "/sys/module")
     bind(tree / "sys/bus/pci", "/sys/bus/pci")
     bind(tree / "proc/driver", "/proc/driver")
-    if driver_loaded(values) and not mounted("/proc/modules"):
+    if driver_loaded(values):
         cover_lists(tree, values)
     make_nodes(tree)
-    if not mounted(str(FREEZER)):  # for hangs that outlive SIGKILL; not every kernel has it
-        FREEZER.mkdir(parents=True, exist_ok=True)
+    FREEZER.mkdir(parents=True, exist_ok=True)
+    if not os.path.ismount(FREEZER):  # for hangs that outlive SIGKILL; not every kernel has it
         with contextlib.suppress(subprocess.CalledProcessError):
             run("mount", "-t", "cgroup", "-o", "freezer", "gpusim-freezer", str(FREEZER))
 
 
-def unmount_all() -> None:
-    for target in (*COVERED, str(REAL_MODULES), str(FREEZER)):
-        if mounted(target):
-            run("umount", "--lazy", target)
-    for path in [*Path("/dev").glob("nvidia*"), *Path("/dev/nvidia-caps").glob("*")]:
-        if not path.is_dir():
-            path.unlink()
+def unmount_all(tree: Path) -> None:
+    for path in COVERED:
+        source = tree / path.lstrip("/")
+        while source.exists() and os.path.exists(path) and os.path.samefile(source, path):
+            run("umount", "--lazy", path)
+    for folder in (REAL_MODULES, FREEZER):
+        if os.path.ismount(folder):
+            run("umount", "--lazy", str(folder))
+    for node in [*Path("/dev").glob("nvidia*"), *Path("/dev/nvidia-caps").glob("*")]:
+        if not node.is_dir():
+            node.unlink()
+    with contextlib.suppress(FileNotFoundError):
+        Path("/dev/nvidia-caps").rmdir()
