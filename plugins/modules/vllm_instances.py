@@ -44,7 +44,7 @@ options:
   hardening:
     description:
       - Switches of the hardening groups of the units, all on by default. The groups are C(filesystem), C(privileges),
-        C(kernel), C(syscalls), C(network), C(users) and C(devices).
+        C(kernel), C(syscalls), C(network) and C(devices).
     type: dict
     default: {}
   numa:

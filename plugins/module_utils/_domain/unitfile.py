@@ -5,7 +5,8 @@
 
 What is never in a GPU unit, because it breaks CUDA, JIT compilation, NCCL or NUMA binding: ProcSubset=pid,
 MemoryDenyWriteExecute, PrivateDevices, an address family list without AF_NETLINK, a call filter with ~@resources.
-RemoveIPC is left out too: it would remove the shared memory of the user's other instances.
+RemoveIPC is left out too: it would remove the shared memory of the user's other instances. So is PrivateUsers: every
+process of the unit gets a user namespace of its own, and the probe could not see which of them listens.
 """
 
 from __future__ import annotations
@@ -63,7 +64,6 @@ HARDENING: Dict[str, Tuple[str, Tuple[str, ...]]] = {
         "no raw or exotic sockets; NCCL needs AF_NETLINK",
         ("RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK",),
     ),
-    "users": ("no other user of the host exists for it", ("PrivateUsers=yes",)),
     "devices": ("no device but its GPUs", ("DevicePolicy=closed",)),
 }
 

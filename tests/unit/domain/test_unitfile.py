@@ -38,7 +38,7 @@ def values(unit: str, key: str) -> list[str]:
 
 def test_no_directive_that_breaks_cuda_is_in_any_unit():
     unit = text()
-    for word in ("ProcSubset", "MemoryDenyWriteExecute", "PrivateDevices", "RemoveIPC"):
+    for word in ("ProcSubset", "MemoryDenyWriteExecute", "PrivateDevices", "RemoveIPC", "PrivateUsers"):
         assert word not in unit
     assert not any("@resources" in line for line in values(unit, "SystemCallFilter"))
     assert "AF_NETLINK" in values(unit, "RestrictAddressFamilies")[0]
