@@ -38,10 +38,17 @@ def bed(*argv: str, **env: str) -> str:
     return done.stdout.strip()
 
 
-def ansible(inventory: str, host: str, *argv: str) -> subprocess.CompletedProcess[str]:
+def ansible(
+    inventory: str, host: str, *argv: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     program = Path(sys.executable).with_name("ansible")
     return subprocess.run(
-        [str(program), "-i", inventory, host, *argv], capture_output=True, text=True, timeout=300, check=False
+        [str(program), "-i", inventory, host, *argv],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, **(env or {})},
     )
 
 
@@ -162,6 +169,18 @@ def test_sudo_user_needs_the_password_and_root_cannot_log_in(inventory: str) -> 
     assert became.stdout.split("\n")[1] == "root"
     refused = ansible(inventory, "ops", "-m", "ansible.builtin.raw", "-a", "true", "-e", "ansible_user=root")
     assert "Permission denied" in refused.stdout + refused.stderr
+
+
+def test_remote_operations_are_counted_over_ssh_with_and_without_sudo(inventory: str, tmp_path: Path) -> None:
+    sys.path.insert(0, str(REPO / "tests" / "plugins"))
+    import counting
+
+    output = tmp_path / "counts.json"
+    done = ansible(inventory, "all", "-b", "-m", "ansible.builtin.ping", env=counting.environment(output))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = counting.read(output)["hosts"]
+    assert {host: row["remote"] for host, row in found.items()} == {"bare": 1, "ops": 1}
+    assert all(row["bytes_sent"] > 10_000 for row in found.values())
 
 
 def test_hosts_reach_each_other_and_the_package_mirror(inventory: str) -> None:
