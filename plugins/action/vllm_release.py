@@ -30,6 +30,7 @@ class ActionModule(ActionBase):
         super().run(tmp, task_vars)
         task_vars = task_vars or {}
         args = to_native(self._task.args)
+        args["releases"] = [named(entry) for entry in args.get("releases") or []]
         gpu = to_native((task_vars.get("ansible_facts") or {}).get("gpufleet_gpu") or {})
         try:
             table, findings = check(args, gpu, planner_data()["releases"]["versions"])
@@ -41,6 +42,11 @@ class ActionModule(ActionBase):
         if not result.get("failed"):
             result["findings"] = [*findings, *result.get("findings", [])]
         return result
+
+
+def named(entry: Any) -> Any:
+    """A plain version as a mapping."""
+    return entry if isinstance(entry, dict) else {"version": str(entry)}
 
 
 def check(
@@ -55,7 +61,7 @@ def check(
     }
     table, findings = {}, []
     for entry in args.get("releases") or []:
-        version = str(entry.get("version") if isinstance(entry, dict) else entry)
+        version = str(entry.get("version"))
         for problem in engine_rules.check_gpu(versions, version, driver, capabilities):
             text = f"vLLM {version}: {problem['text']}."
             findings.append(Finding(problem["code"], problem["severity"], f"vllm {version}", text).to_dict())

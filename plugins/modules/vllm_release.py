@@ -28,7 +28,7 @@ attributes:
     description: Shows the packages and releases before and after.
 options:
   releases:
-    description: The releases.
+    description: The releases. In a task a plain version may stand for V({version}).
     type: list
     elements: dict
     required: true
@@ -38,7 +38,7 @@ options:
         type: str
         required: true
       constraints:
-        description: Constraints on other packages, one requirement each, for example V(transformers<5).
+        description: Constraints for this release beside O(constraints).
         type: list
         elements: str
         default: []
@@ -47,10 +47,24 @@ options:
         type: str
         default: ''
       extra:
-        description: Further requirements to install beside vLLM.
+        description: Requirements to install beside vLLM and O(extra).
         type: list
         elements: str
         default: []
+  constraints:
+    description: Constraints on other packages for all releases, one requirement each, for example V(transformers<5).
+    type: list
+    elements: str
+    default: []
+  requirements:
+    description: Texts of requirements files by version, for releases that do not bring their own.
+    type: dict
+    default: {}
+  extra:
+    description: Requirements to install beside vLLM in all releases.
+    type: list
+    elements: str
+    default: []
   root:
     description: Folder of all releases.
     type: path
@@ -104,11 +118,10 @@ options:
     default: ''
   packages:
     description:
-      - OS packages that engines need at run time. V({python}) in a name stands for the interpreter, as in
-        V({python}-dev).
-    type: list
-    elements: str
-    default: []
+      - OS packages that engines need at run time, by family of distributions (C(debian), C(redhat)). V({python}) in a
+        name stands for an interpreter in C(/usr/bin), as in V({python}-dev).
+    type: dict
+    default: {}
   environment:
     description: Variables for the installation, for example proxies. Proxies of the task's environment are passed on.
     type: dict
@@ -141,7 +154,8 @@ EXAMPLES = r"""
       - version: 0.31.0
     find_links: [/srv/wheels]
     uv_version: 0.13.9
-    packages: [g++, libnuma1, "{python}-dev"]
+    packages:
+      debian: [g++, libnuma1, "{python}-dev"]
 """
 
 RETURN = r"""
@@ -184,6 +198,7 @@ from typing import Any
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.findings import Finding
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.units import GIB
+from ansible_collections.gpufleet.inference.plugins.module_utils._host import packages
 from ansible_collections.gpufleet.inference.plugins.module_utils._host.engine import Engines, Python, Release, Sources
 from ansible_collections.gpufleet.inference.plugins.module_utils._host.jobs import Jobs
 from ansible_collections.gpufleet.inference.plugins.module_utils._host.root import Root
@@ -201,7 +216,11 @@ def wanted_releases(params: Mapping[str, Any]) -> list[Release]:
         if version in releases:
             raise FleetError("bad_releases", f"vLLM {version} is given twice.", "Name each release once.")
         releases[version] = Release(
-            version, facts, tuple(entry["constraints"]), entry["requirements"], tuple(entry["extra"])
+            version,
+            facts,
+            constraints=(*params["constraints"], *entry["constraints"]),
+            requirements=entry["requirements"] or str(params["requirements"].get(version) or ""),
+            extra=(*params["extra"], *entry["extra"]),
         )
     return list(releases.values())
 
@@ -238,7 +257,7 @@ def converge(fleet: FleetModule, root: Root | None = None, jobs: Jobs | None = N
         releases,
         python,
         sources,
-        params["packages"],
+        list(params["packages"].get(packages.family(root)) or []),
         min_free=int(params["min_free_gib"] * GIB),
         glibc=glibc if libc == "glibc" else os.confstr("CS_GNU_LIBC_VERSION").split()[-1],
     )
@@ -277,7 +296,10 @@ def main() -> None:
             "require_hashes": {"type": "bool", "default": False},
             "uv_version": {"type": "str", "required": True},
             "uv_sha256": text,
-            "packages": texts,
+            "packages": {"type": "dict", "default": {}},
+            "constraints": texts,
+            "requirements": {"type": "dict", "default": {}},
+            "extra": texts,
             "environment": {"type": "dict", "default": {}},
             "min_free_gib": {"type": "float", "default": 0},
             "driver_version": text,

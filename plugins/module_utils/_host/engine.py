@@ -165,7 +165,10 @@ class Engines:
                     f"Give them in vllm_engine_requirements under '{release.version}'.",
                 )
         interpreters, wanted = self._interpreters(todo, python)
-        versions = {_minor(entry["version"]) for entry in interpreters.values() if entry["version"]}
+        used = [entry["path"] for entry in interpreters.values()] + [
+            str(entry.get("python")) for entry in kept.values()
+        ]
+        versions = {path[len("/usr/bin/python") :] for path in used if re.match(r"^/usr/bin/python3\.\d+$", path)}
         for name in prerequisites:
             if "{python}" in name:
                 wanted += [name.replace("{python}", f"python{version}") for version in sorted(versions)]
@@ -430,10 +433,6 @@ def _extract(tar: tarfile.TarFile, target: str) -> None:
         tar.extractall(target, filter="tar")
     else:
         tar.extractall(target)
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
 
 
 def _digest(release: Release) -> str:
