@@ -28,8 +28,8 @@ _LOOPBACK = ("127.", "::1")
 def preflight(request: Mapping[str, Any], table: ReleaseTable) -> Dict[str, Any]:
     """Findings of one host: `{findings, refused, skipped, message}`, plain data.
 
-    request: ``gpu`` and ``host`` (facts), ``instances`` (the user's list), ``engine_version``, ``models`` (mapping of the
-    user), ``paths`` (directories that programs run from), ``disk_needed`` (path to bytes), ``driver_required``.
+    request: ``gpu`` and ``host`` (facts), ``instances`` (the user's list), ``engine_version``, ``models`` (the user's
+    mapping), ``paths`` (directories that programs run from), ``disk_needed`` (path to bytes), ``driver_required``.
     FleetError ``bad_instances`` for a malformed list.
     """
     gpu, host = request.get("gpu") or {}, request.get("host") or {}
@@ -140,7 +140,7 @@ def _base(host: Mapping[str, Any], request: Mapping[str, Any]) -> Iterator[Findi
     if systemd is None and host:
         yield _error("no_systemd", "host", "systemctl gives no answer", "Use a host that systemd manages.")
     elif systemd is not None and int(systemd) < OLDEST_SYSTEMD:
-        yield _error("old_systemd", "systemd", f"version {systemd}, and {OLDEST_SYSTEMD} is the oldest that can be used")
+        yield _error("old_systemd", "systemd", f"version {systemd}; the oldest that works is {OLDEST_SYSTEMD}")
     pythons = host.get("python")
     if pythons is not None and not any(_fits(entry) for entry in pythons):
         found = ", ".join(f"{entry.get('path')} {entry.get('version')}" for entry in pythons) or "none"
@@ -164,7 +164,9 @@ def _base(host: Mapping[str, Any], request: Mapping[str, Any]) -> Iterator[Findi
     for path, needed in sorted((request.get("disk_needed") or {}).items()):
         free = (host.get("disk") or {}).get(path)
         if free is not None and int(free) < int(needed):
-            yield _error("disk", path, f"{gib(int(needed))} are needed and {gib(int(free))} are free", "Make room there.")
+            yield _error(
+                "disk", path, f"{gib(int(needed))} are needed and {gib(int(free))} are free", "Make room there."
+            )
 
 
 def _ports(instances: Sequence[Instance], host: Mapping[str, Any]) -> Iterator[Finding]:
@@ -172,7 +174,9 @@ def _ports(instances: Sequence[Instance], host: Mapping[str, Any]) -> Iterator[F
         if instance.state != "started":
             continue
         for entry in host.get("ports") or []:
-            taken = int(entry.get("port") or 0) == instance.port and entry.get("unit") != f"vllm-{instance.name}.service"
+            taken = (
+                int(entry.get("port") or 0) == instance.port and entry.get("unit") != f"vllm-{instance.name}.service"
+            )
             if taken and _overlap(instance.listen_address, str(entry.get("address") or "")):
                 who = entry.get("process") or "a process"
                 unit = f" of {entry['unit']}" if entry.get("unit") else ""
@@ -234,6 +238,7 @@ def _overlap(wanted: str, found: str) -> bool:
 
 
 def _fits(entry: Mapping[str, Any]) -> bool:
-    numbers: Tuple[int, ...] = tuple(int(part) for part in str(entry.get("version") or "0").split(".")[:2] if part.isdigit())
+    numbers: Tuple[int, ...] = tuple(
+        int(part) for part in str(entry.get("version") or "0").split(".")[:2] if part.isdigit()
+    )
     return str(entry.get("path") or "").startswith(HELPER_PYTHON) and numbers >= OLDEST_PYTHON
-

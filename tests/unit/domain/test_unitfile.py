@@ -15,8 +15,8 @@ from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors 
 UNIT = unitfile.Unit(
     name="chat",
     description="vLLM 0.32.0, instance chat",
-    user="root",
-    group="root",
+    user="daemon",
+    group="daemon",
     program="/bin/true",
     arguments=["serve", "/models/tiny"],
     environment={"CUDA_VISIBLE_DEVICES": "GPU-1"},
