@@ -119,10 +119,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Rope:
-    """One table of rotary factors: ``dim`` values per position for ``positions`` positions."""
+    """One table of rotary factors: ``dim`` values per position for ``positions`` positions.
+
+    ``element``: bytes per value where it is not the model's own type.
+    """
 
     dim: int
     positions: int
+    element: int = 0
 
 
 @dataclass(frozen=True)
@@ -1129,7 +1133,7 @@ def _ropes(reader: _Reader, model_type: str, layers: tuple[Layer, ...], length: 
         positions = min(int(stated * inner.number("factor", default=1.0)), MAX_LENGTH)
     elif kind == "yarn":
         positions = length
-    ropes = [Rope(dim, positions)]
+    ropes = [Rope(dim, positions, 4 if model_type == "gpt_oss" else 0)]
     if model_type.startswith("gemma3"):
         ropes.append(Rope(dim, stated))
     return tuple(ropes)
