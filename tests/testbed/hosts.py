@@ -34,6 +34,7 @@ REPO = Path(__file__).resolve().parents[2]
 GPUSIM = Path(__file__).resolve().parent / "gpusim" / "gpusim.py"
 SUITES = ("bookworm", "trixie")
 SUDO_USER = "ops"
+MARKER = "made-of"  # beside a finished root: what it was made of
 BOOT_DEADLINE = 120.0
 # boot_id may be the machine's own; the stamp of this systemd's start is on the machine's clock and moves on every boot.
 BOOT_TIME_COMMAND = "systemctl show --property=UserspaceTimestampMonotonic --value"
@@ -194,8 +195,8 @@ def _ensure_root(fleet: Fleet, host: Host, base: Path, state: dict[str, Any]) ->
     """Make the host's root file system unless a finished one of the same recipe is there."""
     root = fleet.root(host)
     address = state["hosts"][host.name]["address"]
-    wanted = json.dumps([base.name, repr(host), address, state["subnet"], _hosts_file(fleet, state)])
-    marker = root.parent / "made-of"
+    wanted = json.dumps([base.name, repr(host), address, state["subnet"], _hosts_file(fleet, state), _simulator(host)])
+    marker = root.parent / MARKER
     if marker.exists() and marker.read_text() == wanted:
         return False
     _stop(fleet, host.name, state)
@@ -210,6 +211,14 @@ def _ensure_root(fleet: Fleet, host: Host, base: Path, state: dict[str, Any]) ->
         run([sys.executable, str(GPUSIM), "--root", str(root), "init", "--profile", host.gpus])
     write_atomic(marker, wanted)
     return True
+
+
+def _simulator(host: Host) -> str:
+    """What the simulated GPUs are made of, so that a change of the simulator makes the host again."""
+    if not host.gpus:
+        return ""
+    files = sorted(path for path in GPUSIM.parent.rglob("*") if path.suffix in (".py", ".c", ".h", ".json", ".txt"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def _hosts_file(fleet: Fleet, state: dict[str, Any]) -> str:
@@ -307,6 +316,7 @@ def wait_ready(fleet: Fleet, host: Host, state: dict[str, Any], strict: bool = T
             )
             seen = done.stdout.strip() or "systemd does not answer"
             if seen == "degraded" and strict:
+                (fleet.root(host).parent / MARKER).unlink()  # the next `up` makes it again
                 units = run([*_nsenter(leader), "systemctl", "--failed", "--plain", "--no-legend"]).strip()
                 raise TestbedError(f"{host.name} booted with failed units:\n{units}")
             if seen in ("running", "degraded"):
@@ -457,6 +467,7 @@ def _remove_host(fleet: Fleet, name: str, state: dict[str, Any]) -> None:
 def _stop(fleet: Fleet, name: str, state: dict[str, Any]) -> None:
     supervisor, nspawn = machine.container(fleet.machine(name))
     inside = machine.leader_pid(nspawn) if nspawn else None
+    machine.thaw(state["hosts"].get(name, {}).get("cgroups", []))
     machine.kill([pid for pid in (supervisor, nspawn, inside) if pid])
     machine.drop_cgroups(state["hosts"].get(name, {}).get("cgroups", []))
     shutil.rmtree(Path("/run/systemd/nspawn/propagate") / fleet.machine(name), ignore_errors=True)
