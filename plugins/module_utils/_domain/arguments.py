@@ -332,6 +332,25 @@ def command(instance: Instance, release: Release, settings: Settings) -> List[st
     return words + list(instance.extra_args)
 
 
+def bad_choices(instance: Instance, release: Release) -> List[str]:
+    """Values of planned settings that this release's parser rejects."""
+    wanted = {
+        "--dtype": instance.dtype,
+        "--quantization": instance.quantization,
+        "--kv-cache-dtype": instance.kv_cache_dtype,
+        "--block-size": instance.block_size,
+        "--max-lora-rank": (instance.lora or {}).get("max_lora_rank"),
+    }
+    problems: List[str] = []
+    for name, value in wanted.items():
+        flag = release.flags.get(name)
+        if value is None or flag is None:
+            continue
+        key = PLANNED[name]
+        problems += [text.replace(name, f"`{key}:`", 1) for text in _bad_values(name, flag, [str(value)], release)]
+    return problems
+
+
 def needed_flags(instance: Instance) -> List[str]:
     """Flags that the instance's own keys ask for and that younger or older releases lack."""
     wanted = {

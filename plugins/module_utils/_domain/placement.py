@@ -11,10 +11,17 @@ from typing import Any, Callable, Dict, FrozenSet, List, Mapping, Optional, Sequ
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.instances import Instance
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.releases import Capability
-from ansible_collections.gpufleet.inference.plugins.module_utils._domain.units import MIB, gib, round_up
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.units import GIB, MIB, gib, round_up
 
 # Foreign use is rounded up to this step, so that a neighbour that grows a little does not change the plan.
 FOREIGN_STEP = 256 * MIB
+
+# What stays unplanned on each device: the planner's recipe in the memory facts (section 7), and on a GPU that shares
+# the host's memory a part for the operating system and its page cache (a cautious choice, no measurement).
+SAFETY_GIB = 0.3
+SAFETY_SHARE = 0.02
+SYSTEM_GIB = 4
+SYSTEM_SHARE = 0.05
 
 # How near two GPUs are, nearest first; the names are those of `nvidia-smi topo -m`.
 DISTANCE = {"nvlink": 0, "psb": 1, "pix": 1, "pxb": 2, "phb": 3, "node": 4, "sys": 5}
@@ -42,6 +49,15 @@ class Device:
     expected: bool = False
     unified: bool = False
     compute_mode: str = "default"
+
+    @property
+    def margin(self) -> int:
+        """Bytes that no plan gives away: max(0.3 GiB, 2 % of the device), for what the model cannot know.
+
+        A GPU that shares the host's memory also leaves the operating system its part.
+        """
+        size = max(int(SAFETY_GIB * GIB), int(SAFETY_SHARE * self.total))
+        return size + (max(SYSTEM_GIB * GIB, int(SYSTEM_SHARE * self.total)) if self.unified else 0)
 
     @property
     def kind(self) -> Tuple[Capability, str, int]:
@@ -89,7 +105,7 @@ class Ledger:
 
     def remaining(self, device: Device) -> int:
         """Bytes still free for planning."""
-        return device.available - self.taken.get(device.uuid, 0)
+        return device.available - device.margin - self.taken.get(device.uuid, 0)
 
     def add(self, name: str, devices: Sequence[Device], need: Sequence[int], exclusive: bool) -> None:
         """Give the devices to the instance."""
@@ -108,10 +124,11 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why no devices were found: a code of the plan and the figures."""
+    """Why no devices were found: a code of the plan, the figures, and the device that came nearest."""
 
     code: str
     text: str
+    device: Optional[Device] = None
 
 
 def is_exclusive(instance: Instance) -> bool:
@@ -214,10 +231,12 @@ def choose(
             "unsupported_by_device",
             f"{instance.world_size} GPUs of one kind are wanted; those with room are of different kinds",
         )
+    emptiest = sorted(allowed, key=lambda device: (-ledger.remaining(device), _place(device)))
     return [], Refusal(
         "refused_free_memory",
         f"{gib(least)} are needed on each of {instance.world_size} GPU(s); {len(fitting)} have that much left, "
         f"the emptiest has {gib(most)}",
+        emptiest[min(len(emptiest), instance.world_size) - 1],
     )
 
 

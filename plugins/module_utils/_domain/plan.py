@@ -2,101 +2,28 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """The plan of one host: which GPUs, how many bytes, which command lines. Private to gpufleet.inference.
 
-``plan(request)`` is pure: facts, models, wishes and data tables in, plain data out. Memory is proven per device: the
-upper ends of all terms of all instances on a device never exceed what is free there.
+``plan(request)`` is pure: facts, models, wishes and data tables in, plain data out. ``solving`` finds devices and
+memory; here the answer is written down. An instance that does not fit is planned again with one wish changed at a
+time; the changes that help are its alternatives.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from dataclasses import replace
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
-from ansible_collections.gpufleet.inference.plugins.module_utils._domain import arguments, placement
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain import arguments, catalogue, placement
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
-from ansible_collections.gpufleet.inference.plugins.module_utils._domain.instances import Instance, normalise
-from ansible_collections.gpufleet.inference.plugins.module_utils._domain.placement import Device, Host, Ledger, Refusal
-from ansible_collections.gpufleet.inference.plugins.module_utils._domain.releases import Release, ReleaseTable, table
-from ansible_collections.gpufleet.inference.plugins.module_utils._domain.units import GIB, gib
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.estimate import Term, exact
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.findings import Finding
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.instances import Instance, Memory, normalise
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.placement import Host
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.solving import Job, solve
 
-KV_BYTES_RELEASE = (0, 10, 2)
-SAFETY_BYTES = int(0.3 * GIB)
-SAFETY_SHARE = 0.02
-# An `auto` length is placed with at least this many tokens before it grows into the room that is left.
-AUTO_LENGTH_FLOOR = 4096
-PARTS = ("weights", "activation", "non_torch", "cuda_graphs", "kv_cache")
-KEPT_STATES = ("active", "activating", "reloading")
-
-
-@dataclass(frozen=True)
-class Term:
-    """A part of the budget: bytes, where the figure comes from, and its band."""
-
-    bytes: int
-    source: str
-    low: int
-    high: int
-
-    def plain(self) -> Dict[str, Any]:
-        """As the plan shows it."""
-        return {"bytes": self.bytes, "source": self.source, "low": self.low, "high": self.high}
-
-
-def exact(size: int) -> Term:
-    """A term without error."""
-    return Term(size, "exact", size, size)
-
-
-def modelled(size: float, error: float) -> Term:
-    """A term with a relative error on both sides."""
-    return Term(int(size), "modelled", int(size * (1 - error)), int(size * (1 + error)))
-
-
-@dataclass(frozen=True)
-class Need:
-    """What one instance needs on one device, without its KV cache."""
-
-    weights: Term
-    activation: Term
-    non_torch: Term
-    graphs: Term
-    graphs_inside: bool
-    block_bytes: int
-    block_tokens: int
-
-    @property
-    def fixed(self) -> int:
-        """Upper end of everything but the KV cache."""
-        return self.weights.high + self.activation.high + self.non_torch.high + self.graphs.high
-
-    @property
-    def inside(self) -> int:
-        """What the engine's own utilisation counts, without KV."""
-        return self.weights.high + self.activation.high + (self.graphs.high if self.graphs_inside else 0)
-
-    def blocks(self, length: int) -> int:
-        """Blocks of one request of that length, and one that the engine keeps."""
-        return -(-length // self.block_tokens)
-
-
-@dataclass
-class Job:
-    """One instance on its way through the planner."""
-
-    instance: Instance
-    release: Release
-    facts: Mapping[str, Any]
-    path: str
-    warnings: List[str]
-    reason: Optional[Refusal] = None
-    kept: Optional[Dict[str, Any]] = None
-    devices: Tuple[Device, ...] = ()
-    need: Optional[Need] = None
-    length: int = 0
-    batched: int = 0
-    seqs: int = 0
-    kv_bytes: int = 0
-    alternatives: Tuple[Dict[str, Any], ...] = ()
+# The engine reads the utilisation with any number of digits; four keep a step below 0.01 % of the device.
+DIGITS = 10_000
+MOST_ALTERNATIVES = 5
 
 
 def plan(request: Mapping[str, Any]) -> Dict[str, Any]:
@@ -107,10 +34,25 @@ def plan(request: Mapping[str, Any]) -> Dict[str, Any]:
     ``placement`` (pack or spread), ``models_dir``.
     Raises FleetError for malformed input only; what does not fit is an answer.
     """
-    releases = table(request["data"]["releases"])
     wanted = normalise(request.get("instances") or [], request.get("engine_version"))
     live = [instance for instance in wanted if instance.state != "absent"]
-    models = request.get("models") or {}
+    _known_models(live, request.get("models") or {})
+    findings: List[Finding] = []
+    host = _host(request, findings) if live else Host(())
+    jobs = solve(live, request, host)
+    alternatives = {job.name: _alternatives(job, jobs, request, host) for job in jobs if job.reason}
+    entries = {job.name: _entry(job, alternatives.get(job.name, [])) for job in jobs}
+    entries.update({instance.name: _absent(instance) for instance in wanted if instance.state == "absent"})
+    findings += _findings(request, jobs)
+    return {
+        "fits": all(entry["fits"] for entry in entries.values()),
+        "findings": [finding.to_dict() for finding in findings],
+        "instances": [entries[instance.name] for instance in wanted],
+        "gpus": _gpus(host, jobs),
+    }
+
+
+def _known_models(live: Sequence[Instance], models: Mapping[str, Any]) -> None:
     unknown = sorted({instance.model for instance in live} - set(models))
     if unknown:
         raise FleetError(
@@ -118,201 +60,148 @@ def plan(request: Mapping[str, Any]) -> Dict[str, Any]:
             f"No facts of model {', '.join(unknown)}; known are {', '.join(sorted(models)) or 'none'}.",
             "Add the model to vllm_models_list, or correct `model:`.",
         )
-    jobs = [_job(instance, request, releases) for instance in live]
-    host = (
-        placement.host_of(request.get("gpu") or {}, int(request.get("reserve") or 0), _ram(request))
-        if jobs
-        else Host(())
-    )
-    ledger = Ledger()
-    if not request.get("replan"):
-        for job in jobs:
-            _keep(job, request.get("gpu") or {}, host, ledger)
-    for job in sorted(jobs, key=_order):
-        _place(job, host, ledger, spread=request.get("placement") == "spread")
-    _grow(jobs, ledger)
-    entries = {job.instance.name: _entry(job, jobs, host) for job in jobs}
-    for instance in wanted:
-        if instance.state == "absent":
-            entries[instance.name] = _absent(instance)
-    return {
-        "fits": all(entry["fits"] for entry in entries.values()),
-        "findings": [],
-        "instances": [entries[instance.name] for instance in wanted],
-        "gpus": _gpus(host, jobs),
-    }
 
 
-def _ram(request: Mapping[str, Any]) -> Optional[Mapping[str, Any]]:
+def _host(request: Mapping[str, Any], findings: List[Finding]) -> Host:
+    """The devices of the facts; on a bare host those that the catalogue expects behind the PCI ids."""
+    gpu = dict(request.get("gpu") or {})
     ram = (request.get("host") or {}).get("ram")
-    return ram if isinstance(ram, Mapping) else None
+    if not any(device.get("compute_capability") for device in gpu.get("devices") or []):
+        gpu["devices"], unknown = catalogue.expected_devices(request["data"]["gpus"], gpu.get("pci") or [])
+        if unknown:
+            findings.append(
+                Finding(
+                    "unknown_gpu",
+                    "warning",
+                    ", ".join(unknown),
+                    "GPUs that are not in the catalogue cannot be planned for before a driver runs.",
+                    "Install the driver, then plan again.",
+                )
+            )
+    return placement.host_of(gpu, int(request.get("reserve") or 0), ram if isinstance(ram, Mapping) else None)
 
 
-def _job(instance: Instance, request: Mapping[str, Any], releases: ReleaseTable) -> Job:
-    release = releases.release(instance.engine_version)
-    facts = request["models"][instance.model]
-    directory = str(request.get("models_dir") or "/var/lib/vllm/models").rstrip("/")
-    path = str(facts.get("path") or (instance.model if instance.model[:1] == "/" else f"{directory}/{instance.model}"))
-    extra = arguments.check(instance, release, releases, mig=instance.isolation == "mig")
-    job = Job(instance, release, facts, path, list(extra.warnings))
-    problems = list(extra.problems)
-    problems += [
-        f"{flag} does not exist in vLLM {release.version} (it exists {releases.range_of(flag)})"
-        for flag in arguments.needed_flags(instance)
-        if not release.has_flag(flag)
-    ]
-    if problems:
-        job.reason = Refusal("unknown_argument", "; ".join(problems))
-    return job
+# -- alternatives ------------------------------------------------------------------------------------------------------
 
 
-def _keep(job: Job, gpu: Mapping[str, Any], host: Host, ledger: Ledger) -> None:
-    """Take over the recorded plan of an instance whose wishes, release and devices are still the same."""
-    fact: Mapping[str, Any] = next(
-        (item for item in gpu.get("instances") or [] if item.get("name") == job.instance.name), {}
-    )
-    record = fact.get("record") or {}
-    record = record.get("plan") or record
-    devices = [host.find(str(uuid)) for uuid in record.get("devices") or []]
-    if job.reason or record.get("settings") != job.instance.settings() or not devices or None in devices:
-        return
-    sizes = [sum(int(term["high"]) for key, term in part.items() if key in PARTS) for part in record["budget"]]
-    found = [device for device in devices if device is not None]
-    if str(fact.get("active_state")) not in KEPT_STATES and any(
-        size > ledger.remaining(device) for device, size in zip(found, sizes)
-    ):
-        return
-    job.kept, job.devices = dict(record), tuple(found)
-    ledger.add(job.instance.name, found, sizes, placement.is_exclusive(job.instance))
-
-
-def _order(job: Job) -> Tuple[Any, ...]:
-    instance = job.instance
-    return (not instance.gpu_names, -instance.world_size, instance.isolation != "exclusive", instance.name)
-
-
-def _place(job: Job, host: Host, ledger: Ledger, spread: bool) -> None:
-    if job.reason or job.kept:
-        return
-    native = _native_length(job)
-    floor = min(native, job.instance.max_model_len or AUTO_LENGTH_FLOOR)
-    for length in dict.fromkeys((job.instance.max_model_len or native, floor)):
-
-        def need(device: Device, length: int = length) -> Optional[int]:
-            found = _need(job, device)
-            return found.fixed + _least_kv(job.instance, found, length) + _margin(device)
-
-        devices, refusal = placement.choose(host, job.instance, ledger, need, spread)
-        if not refusal and all(need(device) or ledger.remaining(device) >= 0 for device in devices):
-            break
-    if refusal:
-        job.reason = refusal
-        return
-    job.devices = tuple(devices)
-    job.need = _need(job, devices[0])
-    sizes = [need(device) or 0 for device in devices]
-    short = [(device, size) for device, size in zip(devices, sizes) if size > ledger.remaining(device)]
-    if short:
-        device, size = short[0]
-        job.reason = Refusal(
-            "refused_kv",
-            f"{gib(size)} are needed on GPU {device.index}, {gib(ledger.remaining(device))} are left there",
+def _alternatives(job: Job, jobs: Sequence[Job], request: Mapping[str, Any], host: Host) -> List[Dict[str, Any]]:
+    """Changes of one wish (or a few) with which the whole host's plan holds, best first, each planned in full."""
+    assert job.reason is not None
+    if job.reason.code not in ("refused_kv", "refused_free_memory", "oom_risk", "unsupported_by_device", "bad_shape"):
+        return []
+    fitting = {other.name for other in jobs if not other.reason}
+    result: List[Dict[str, Any]] = []
+    for change, words in _changes(job, host):
+        variant = replace(job.instance, **change)
+        others = [other.instance if other is not job else variant for other in jobs]
+        again = {found.name: found for found in solve(others, request, host)}
+        found = again[job.name]
+        if found.reason or any(again[name].reason for name in fitting):
+            continue
+        entry = _entry(found, [])
+        result.append(
+            {
+                "change": {key: _plain(value) for key, value in change.items()},
+                "text": (
+                    f"{words}: {entry['max_model_len']} tokens of context, {entry['kv_cache_tokens']} tokens of KV "
+                    f"cache, concurrency {entry['max_concurrency']:.2f}"
+                ),
+                "fits": True,
+                **{key: entry[key] for key in _FIGURES},
+            }
         )
-        return
-    job.length = length
-    job.kv_bytes = _least_kv(job.instance, job.need, length)
-    job.batched, job.seqs = _batch(job, devices[0])
-    ledger.add(job.instance.name, devices, sizes, placement.is_exclusive(job.instance))
+        if len(result) == MOST_ALTERNATIVES:
+            break
+    return result
 
 
-def _grow(jobs: Sequence[Job], ledger: Ledger) -> None:
-    """Share what is left on each device equally among the instances that take what they get."""
-    growing = [
-        job for job in jobs if job.devices and not job.reason and not job.kept and job.instance.memory.mode == "auto"
-    ]
-    counts: Dict[str, int] = {}
-    for job in growing:
-        for device in job.devices:
-            counts[device.uuid] = counts.get(device.uuid, 0) + 1
-    for job in growing:
-        assert job.need is not None
-        share = min(ledger.remaining(device) // counts[device.uuid] for device in job.devices)
-        job.kv_bytes += share // job.need.block_bytes * job.need.block_bytes
-        if job.instance.max_model_len is None:
-            blocks = job.kv_bytes // job.need.block_bytes - 1
-            job.length = max(1, min(_native_length(job), blocks * job.need.block_tokens))
+_FIGURES = (
+    "devices",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "kv_cache_tokens",
+    "max_concurrency",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+)
 
 
-def _least_kv(instance: Instance, need: Need, length: int) -> int:
-    if instance.memory.mode == "kv_cache_bytes":
-        return int(instance.memory.value) // need.block_bytes * need.block_bytes
-    concurrency = instance.memory.value if instance.memory.mode == "concurrency" else 1.0
-    return (math.ceil(need.blocks(length) * concurrency) + 1) * need.block_bytes
-
-
-def _margin(device: Device) -> int:
-    return max(SAFETY_BYTES, int(SAFETY_SHARE * device.total))
-
-
-def _batch(job: Job, device: Device) -> Tuple[int, int]:
-    tokens, seqs = job.release.batch_defaults(device.total, device.name)
-    seqs = job.instance.max_num_seqs or seqs
-    return max(job.instance.max_num_batched_tokens or tokens, min(seqs, tokens)), seqs
-
-
-def _native_length(job: Job) -> int:
-    config = job.facts.get("config") or {}
-    return int(config.get("max_position_embeddings") or 2048)
-
-
-def _need(job: Job, device: Device) -> Need:
-    """A first simple budget: weights from files or shape, the rest from the device's size."""
-    config = job.facts.get("config") or {}
-    hidden, layers = int(config.get("hidden_size") or 1), int(config.get("num_hidden_layers") or 1)
-    heads = int(config.get("num_attention_heads") or 1)
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head_dim = int(config.get("head_dim") or hidden // heads)
-    inner, vocab = int(config.get("intermediate_size") or 4 * hidden), int(config.get("vocab_size") or 32000)
-    ranks = job.instance.tensor_parallel_size * job.instance.pipeline_parallel_size
-    tp = job.instance.tensor_parallel_size
-    total = (job.facts.get("weights") or {}).get("total_bytes")
-    if not total:
-        per_layer = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim + 3 * hidden * inner
-        total = 2 * (layers * per_layer + 2 * hidden * vocab)
-    batched, seqs = _batch(job, device)
-    activation = max(
-        batched * 2 * (3 * inner // tp + 4 * hidden), batched * hidden * 2 + 15 * min(seqs, batched) * vocab
-    )
-    element = 1 if job.instance.kv_cache_dtype.startswith("fp8") else 2
-    block = job.instance.block_size or 16
-    width = 2 * element * head_dim * max(1, kv_heads // tp)
-    return Need(
-        weights=modelled(total / ranks, 0.02),
-        activation=modelled(activation, 0.2),
-        non_torch=modelled(0.8 * GIB if tp == 1 else 3.5 * GIB, 0.2),
-        graphs=exact(0) if job.instance.enforce_eager else modelled(0.9 * GIB, 0.3),
-        graphs_inside=job.release.key >= (0, 20, 0),
-        block_bytes=width * block * -(-layers // job.instance.pipeline_parallel_size),
-        block_tokens=block,
-    )
-
-
-def _utilisation(job: Job, device: Device) -> float:
-    assert job.need is not None
-    return max(0.01, math.floor((job.need.inside + job.kv_bytes) / device.total * 10000) / 10000)
-
-
-def _entry(job: Job, jobs: Sequence[Job], host: Host) -> Dict[str, Any]:
+def _changes(job: Job, host: Host) -> List[Tuple[Dict[str, Any], str]]:
+    """Changes worth trying, those that cost least first."""
     instance = job.instance
-    fits = job.reason is None
+    changes: List[Tuple[Dict[str, Any], str]] = []
+    if instance.gpu_names:
+        changes.append(({"gpu_names": ()}, "on other GPUs of the host"))
+    if instance.memory.mode != "auto":
+        changes.append(({"memory": Memory()}, "memory: auto"))
+    fewer = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
+    if (instance.max_num_seqs or 65) > 64:
+        changes.append((dict(fewer), "max_num_seqs: 64 and max_num_batched_tokens: 2048"))
+    smaller_cache = {"kv_cache_dtype": "fp8"}
+    if instance.kv_cache_dtype == "auto":
+        changes.append((dict(smaller_cache), "kv_cache_dtype: fp8"))
+    for size in (2, 4, 8, 16):
+        tensor = instance.tensor_parallel_size * size
+        count = tensor * instance.pipeline_parallel_size * instance.data_parallel_size
+        if count <= len(host.devices) and instance.mig_profile is None:
+            more = {"tensor_parallel_size": tensor, "gpu_count": count, "gpu_names": ()}
+            changes.append((more, f"tensor_parallel_size: {tensor}"))
+    if instance.max_model_len:
+        changes.append(({"max_model_len": None}, "a shorter max_model_len"))
+        changes.append(({"max_model_len": None, **smaller_cache}, "a shorter max_model_len and kv_cache_dtype: fp8"))
+    if not instance.enforce_eager:
+        changes.append(({"enforce_eager": True}, "enforce_eager: true"))
+    small: Dict[str, Any] = {**smaller_cache, "max_model_len": None, "memory": Memory(), "enforce_eager": True}
+    small.update({"max_num_seqs": 16, "max_num_batched_tokens": 2048})
+    changes.append((small, "16 sequences, eager, fp8 KV cache and a shorter max_model_len"))
+    return changes
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Memory):
+        return "auto" if value.mode == "auto" else {value.mode: value.value}
+    return "auto" if value is None else list(value) if isinstance(value, tuple) else value
+
+
+# -- writing it down ---------------------------------------------------------------------------------------------------
+
+
+def _utilisation(job: Job) -> float:
+    """``--gpu-memory-utilization``.
+
+    With a KV cache in bytes it only serves the engine's check at start: what the instance needs, rounded down, so that
+    it passes where the plan holds. Without, it sizes the cache: rounded up, so that the planned blocks are there.
+    Releases that count all used memory need what stands before the instance as well.
+    """
+    by_bytes = job.by_bytes
+    shares = []
+    for rank, device in enumerate(job.devices):
+        need = job.need(rank)
+        size = need.inside.high + job.blocks * need.block_bytes
+        size += _counted_before(job, rank) + (need.outside.high if job.cumulative else 0)
+        shares.append(size / device.total)
+    share = min(shares) if by_bytes else max(shares)
+    digits = math.floor(share * DIGITS) if by_bytes else math.ceil(share * DIGITS)
+    return min(1.0, max(1, digits) / DIGITS)
+
+
+def _counted_before(job: Job, rank: int) -> int:
+    """Bytes of others that the release counts against this instance's utilisation."""
+    return job.devices[rank].foreign + job.ahead[rank] if job.cumulative else 0
+
+
+def _entry(job: Job, alternatives: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
+    instance = job.instance
     if job.kept is not None:
-        return {**job.kept, "kept": True, "state": instance.state}
+        return {**job.kept, "kept": True, "state": instance.state, "start_after": list(job.before)}
     entry: Dict[str, Any] = {
         "name": instance.name,
-        "fits": fits,
+        "fits": job.reason is None,
         "state": instance.state,
         "model": instance.model,
         "model_path": job.path,
+        "model_digest": job.model.digest,
         "engine_version": instance.engine_version,
         "port": instance.port,
         "listen_address": instance.listen_address,
@@ -325,87 +214,95 @@ def _entry(job: Job, jobs: Sequence[Job], host: Host) -> Dict[str, Any]:
         "kv_cache_tokens": 0,
         "kv_cache_blocks": 0,
         "max_concurrency": 0.0,
-        "max_model_len": job.length,
-        "max_num_seqs": job.seqs,
-        "max_num_batched_tokens": job.batched,
+        "max_model_len": instance.max_model_len or 0,
+        "max_num_seqs": instance.max_num_seqs or 0,
+        "max_num_batched_tokens": instance.max_num_batched_tokens or 0,
         "gpu_memory_utilization": None,
         "kv_cache_memory_bytes": None,
         "arguments": [],
         "environment": {},
-        "start_after": [],
-        "warnings": job.warnings,
+        "start_after": list(job.before),
+        "estimated": job.model.estimated or bool(job.extra.moves_memory),
+        "warnings": list(dict.fromkeys(job.warnings)),
         "reason": {"code": job.reason.code, "text": job.reason.text} if job.reason else None,
-        "alternatives": list(job.alternatives),
+        "alternatives": list(alternatives),
         "kept": False,
     }
-    if not fits or job.need is None:
+    if job.reason or job.found is None or job.settings is None:
         return entry
-    need = job.need
-    utilisation = _utilisation(job, job.devices[0])
-    blocks = job.kv_bytes // need.block_bytes
-    kv_bytes = job.kv_bytes if job.release.has_flag("--kv-cache-memory-bytes") else None
+    found, wishes = job.found, job.settings
+    capacity = found.capacity(job.blocks, job.length)
+    utilisation = _utilisation(job)
+    kv_bytes = job.blocks * found.block_bytes if job.by_bytes else None
     settings = arguments.Settings(
         model_path=job.path,
-        dtype=instance.dtype,
+        dtype=wishes.dtype,
         max_model_len=job.length,
-        max_num_seqs=job.seqs,
-        max_num_batched_tokens=job.batched,
+        max_num_seqs=wishes.max_num_seqs or 0,
+        max_num_batched_tokens=wishes.max_num_batched_tokens or 0,
         gpu_memory_utilization=utilisation,
         kv_cache_memory_bytes=kv_bytes,
     )
     entry.update(
         {
-            "budget": [_budget(job, device) for device in job.devices],
-            "kv_cache_tokens": blocks * need.block_tokens,
-            "kv_cache_blocks": blocks,
-            "max_concurrency": round(blocks / need.blocks(job.length), 2),
+            "budget": [_budget(job, rank, utilisation) for rank in range(len(job.devices))],
+            "kv_cache_tokens": capacity.tokens,
+            "kv_cache_blocks": job.blocks,
+            "max_concurrency": round(capacity.concurrency, 2),
+            "max_model_len": job.length,
+            "max_num_seqs": wishes.max_num_seqs,
+            "max_num_batched_tokens": wishes.max_num_batched_tokens,
             "gpu_memory_utilization": utilisation,
             "kv_cache_memory_bytes": kv_bytes,
             "arguments": arguments.command(instance, job.release, settings),
-            "environment": arguments.environment(instance, job.release, job.devices, need.fixed + job.kv_bytes),
-            "start_after": _before(job, jobs),
+            "environment": arguments.environment(
+                instance, job.release, job.devices, max(job.planned(rank) for rank in range(len(job.devices)))
+            ),
+            "warnings": list(dict.fromkeys([*job.warnings, *_warnings(job)])),
         }
     )
     return entry
 
 
-def _before(job: Job, jobs: Sequence[Job]) -> List[str]:
-    mine = {device.uuid for device in job.devices}
-    return sorted(
-        other.instance.name
-        for other in jobs
-        if other.reason is None
-        and other.instance.name < job.instance.name
-        and mine & {device.uuid for device in other.devices}
-    )
+def _warnings(job: Job) -> List[str]:
+    assert job.found is not None and job.settings is not None
+    warnings = list(job.found.notes)
+    if job.instance.isolation == "mig":
+        warnings.append("isolation on MIG slices is experimental: it has not run on hardware")
+    if job.settings.dtype != job.instance.dtype:
+        warnings.append(f"dtype is {job.settings.dtype}: the model is bfloat16, which this GPU cannot compute")
+    unified = next((device for device in job.devices if device.unified), None)
+    if unified:
+        warnings.append(f"GPU {unified.index} shares the host's memory: what other processes take is missing here")
+    return warnings
 
 
-def _budget(job: Job, device: Device) -> Dict[str, Any]:
-    assert job.need is not None
-    need = job.need
-    requested = int(_utilisation(job, device) * device.total)
-    used = need.weights.bytes + need.activation.bytes + need.non_torch.bytes + need.graphs.bytes + job.kv_bytes
-    source = "expected" if device.expected else "measured"
+def _budget(job: Job, rank: int, utilisation: float) -> Dict[str, Any]:
+    need, device = job.need(rank), job.devices[rank]
+    measured = "expected" if device.expected else "measured"
+    cache = job.blocks * need.block_bytes
+    kv_cache = exact(cache)
+    if not job.by_bytes:
+        # The engine takes what its own profile leaves inside the utilisation.
+        requested = int(utilisation * device.total)
+        before = _counted_before(job, rank) + (need.outside.bytes if job.cumulative else 0)
+        sizes = [requested - before - part for part in (need.inside.bytes, need.inside.high, need.inside.low)]
+        kv_cache = Term(max(cache, sizes[0]), "modelled", max(0, min(cache, sizes[1])), max(cache, sizes[2]))
+    used = need.middle + kv_cache.bytes
+    free = device.available - used
+    spare = (device.available - need.fixed - cache, device.available - need.least - kv_cache.bytes)
     return {
         "uuid": device.uuid,
-        "total": Term(device.total, source, device.total, device.total).plain(),
-        "free": Term(device.available, source, device.available, device.available).plain(),
-        "requested": exact(requested).plain(),
+        "total": Term(device.total, measured, device.total, device.total).plain(),
+        "free": Term(device.available, measured, device.available, device.available).plain(),
+        "requested": exact(int(utilisation * device.total)).plain(),
         "weights": need.weights.plain(),
         "activation": need.activation.plain(),
         "non_torch": need.non_torch.plain(),
         "cuda_graphs": need.graphs.plain(),
-        "kv_cache": exact(job.kv_bytes).plain(),
-        "headroom": modelled(device.available - used, 0).plain(),
+        "kv_cache": kv_cache.plain(),
+        "headroom": Term(free, "modelled", min(spare), max(spare)).plain(),
     }
-
-
-def _planned(job: Job, device: Device) -> int:
-    """Upper end of the bytes planned for the instance on the device."""
-    if job.kept is not None:
-        part = next(part for part in job.kept["budget"] if part["uuid"] == device.uuid)
-        return sum(int(part[key]["high"]) for key in PARTS)
-    return job.need.fixed + job.kv_bytes if job.need else 0
 
 
 def _absent(instance: Instance) -> Dict[str, Any]:
@@ -421,27 +318,32 @@ def _absent(instance: Instance) -> Dict[str, Any]:
         "warnings": [],
         "reason": None,
         "alternatives": [],
+        "kept": False,
     }
 
 
 def _gpus(host: Host, jobs: Sequence[Job]) -> List[Dict[str, Any]]:
+    """Per device: what is there, what is free, who takes how much (upper ends)."""
+    shares: Dict[str, List[Dict[str, Any]]] = {}
+    for job in jobs:
+        if job.reason is None:
+            for rank, device in enumerate(job.devices):
+                shares.setdefault(device.uuid, []).append({"name": job.name, "bytes": job.planned(rank)})
     result = []
     for device in host.devices:
-        parts = [
-            {"name": job.instance.name, "bytes": _planned(job, device)}
-            for job in jobs
-            if job.reason is None and device in job.devices
-        ]
-        planned = sum(_planned(job, device) for job in jobs if job.reason is None and device in job.devices)
+        parts = shares.get(device.uuid, [])
+        planned = sum(int(part["bytes"]) for part in parts)
         result.append(
             {
                 "uuid": device.uuid,
                 "index": device.index,
                 "pci_address": device.pci_address,
                 "name": device.name,
+                "mig_profile": device.mig_profile,
                 "total": device.total,
                 "free": device.available,
                 "foreign": device.foreign,
+                "margin": device.margin,
                 "planned": planned,
                 "headroom": device.available - planned,
                 "instances": parts,
@@ -449,3 +351,49 @@ def _gpus(host: Host, jobs: Sequence[Job]) -> List[Dict[str, Any]]:
             }
         )
     return result
+
+
+def _findings(request: Mapping[str, Any], jobs: Sequence[Job]) -> List[Finding]:
+    """What a person should know about the plan as a whole."""
+    findings: List[Finding] = []
+    running = str(((request.get("gpu") or {}).get("driver") or {}).get("running") or "")
+    for version in sorted({job.release.version for job in jobs}):
+        release = next(job.release for job in jobs if job.release.version == version)
+        if running and _numbers(running) < _numbers(release.driver_floor):
+            findings.append(
+                Finding(
+                    "driver_too_old",
+                    "error",
+                    f"vLLM {version}",
+                    f"The running driver {running} is too old: CUDA {release.cuda} needs {release.driver_floor}.",
+                    "Upgrade the driver, or use a release built with an older CUDA.",
+                )
+            )
+        elif running and _numbers(running) < _numbers(release.toolkit_driver):
+            findings.append(
+                Finding(
+                    "driver_below_toolkit",
+                    "info",
+                    f"vLLM {version}",
+                    f"The running driver {running} is older than the CUDA toolkit's own ({release.toolkit_driver}): "
+                    "kernels that are compiled at run time may fail.",
+                    f"Prefer a driver from {release.toolkit_driver} on.",
+                )
+            )
+    for job in jobs:
+        instance = job.instance
+        if instance.listen_address not in ("127.0.0.1", "::1") and not instance.api_key_file:
+            findings.append(
+                Finding(
+                    "open_listener",
+                    "warning",
+                    instance.name,
+                    f"It listens on {instance.listen_address}:{instance.port} without a key.",
+                    "Set `api_key_file:`, or listen on 127.0.0.1 behind the gateway.",
+                )
+            )
+    return findings
+
+
+def _numbers(version: str) -> Tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())

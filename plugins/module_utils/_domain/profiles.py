@@ -35,6 +35,8 @@ KEY_SETTINGS = (
     "speculative",
     "extra_args",
 )
+# Of those, the ones that the planner fills in where the user left them open.
+PLANNED_SETTINGS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
 # Of those, the ones that decide the bytes of the weights, whatever the release.
 WEIGHT_SETTINGS = (
     "tensor_parallel_size",
@@ -186,7 +188,7 @@ def make(entry: Mapping[str, Any], gpu_name: str, figures: Mapping[str, Any]) ->
 def profile_settings(entry: Mapping[str, Any]) -> Dict[str, Any]:
     """The settings of a plan entry that a profile depends on, with the planned figures where the user left a choice."""
     settings = {name: (entry.get("settings") or {}).get(name) for name in KEY_SETTINGS}
-    settings.update({name: entry.get(name) for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")})
+    settings.update({name: entry.get(name) for name in PLANNED_SETTINGS})
     return settings
 
 
