@@ -979,6 +979,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetRetiredPages(nvmlDevice_t device, unsigned caus
         result = cause > 1 ? NVML_ERROR_INVALID_ARGUMENT
                            : get_uint(&call, cause == 0 ? "retired.single_bit" : "retired.double_bit", &pages);
     }
+    pages = pages > 1024 ? 1024 : pages;
     if (result == NVML_SUCCESS && pages > 0 && (addresses == NULL || *count < pages)) {
         result = NVML_ERROR_INSUFFICIENT_SIZE;
         *count = pages;

@@ -27,9 +27,10 @@ static bool read_profile(int gpu, unsigned number, struct profile *out) {
     snprintf(key, sizeof key, "gpu.%d.mig.profile.%u", gpu, number);
     const char *value = state_get(key);
     *out = (struct profile){.number = number};
-    return value != NULL && sscanf(value, "%u,%63[^,],%u,%u,%u,%u,%u,%u,%u,%u,%llu,%u", &out->id, out->name, &out->slices,
+    int words = value == NULL ? 0 : sscanf(value, "%u,%63[^,],%u,%u,%u,%u,%u,%u,%u,%u,%llu,%u", &out->id, out->name, &out->slices,
                                    &out->memory_slices, &out->sms, &out->copy, &out->decoders, &out->encoders,
-                                   &out->jpegs, &out->ofas, &out->mib, &out->p2p) == 12;
+                                   &out->jpegs, &out->ofas, &out->mib, &out->p2p);
+    return words == 12 && out->slices >= 1 && out->slices <= 8 && out->memory_slices >= 1 && out->memory_slices <= 8;
 }
 
 static bool profile_by_id(int gpu, unsigned id, struct profile *out) {
@@ -46,14 +47,16 @@ static bool read_gi(int gpu, int gi, struct profile *profile, unsigned *start) {
     unsigned number;
     snprintf(key, sizeof key, "gpu.%d.gi.%d", gpu, gi);
     const char *value = state_get(key);
-    return value != NULL && sscanf(value, "%u,%u", &number, start) == 2 && read_profile(gpu, number, profile);
+    return value != NULL && sscanf(value, "%u,%u", &number, start) == 2 && read_profile(gpu, number, profile) &&
+           *start <= 8 - profile->memory_slices;
 }
 
 static bool read_ci(int gpu, int gi, int ci, unsigned *number, unsigned *start, char *uuid, size_t size) {
     char key[64], found[96];
     snprintf(key, sizeof key, "gpu.%d.gi.%d.ci.%d", gpu, gi, ci);
     const char *value = state_get(key);
-    if (value == NULL || sscanf(value, "%u,%u,%95s", number, start, found) != 3 || *number >= CI_PROFILES) {
+    if (value == NULL || sscanf(value, "%u,%u,%95s", number, start, found) != 3 || *number >= CI_PROFILES ||
+        ci_slices[*number] == 0 || *start > 7) {
         return false;
     }
     if (uuid != NULL) {
@@ -164,7 +167,7 @@ static unsigned possible_starts(int gpu, const struct profile *profile, unsigned
         if (end == at) {
             break;
         }
-        found++;
+        found += starts[found] <= 8 - profile->memory_slices;
         at = *end == ';' ? end + 1 : end;
     }
     return found;
