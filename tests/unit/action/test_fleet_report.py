@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import csv
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from ansible_collections.gpufleet.inference.plugins.action import fleet_report
+
+GPU = {
+    "devices": [],
+    "pci": [],
+    "driver": {},
+    "instances": [],
+    "findings": [],
+    "unavailable": {},
+}
+
+
+@pytest.fixture
+def report(monkeypatch, tmp_path):
+    printed = []
+    plugin = fleet_report.ActionModule.__new__(fleet_report.ActionModule)
+    monkeypatch.setattr(fleet_report.ActionBase, "run", lambda self, tmp=None, task_vars=None: {})
+    monkeypatch.setattr(fleet_report, "display", SimpleNamespace(display=printed.append, columns=100))
+
+    def run(hostvars, alive=None, **given):
+        given = {"kind": "facts", "dir": str(tmp_path / "reports"), "hosts": None, "show": True, **given}
+        plugin.validate_argument_spec = lambda argument_spec: (None, given)
+        task_vars = {
+            "ansible_play_hosts_all": list(hostvars),
+            "ansible_play_hosts": list(hostvars) if alive is None else alive,
+            "hostvars": hostvars,
+        }
+        return plugin.run(task_vars=task_vars), "".join(printed)
+
+    return run
+
+
+def test_hosts_that_did_not_answer_are_in_every_form_of_the_report(report, tmp_path):
+    hostvars = {
+        "dead": {"gpufleet_read": {"unreachable": True, "msg": "Task failed: no route"}},
+        "good": {"ansible_facts": {"gpufleet_gpu": GPU}},
+        "sick": {"gpufleet_read": {"failed": True, "msg": "no python"}},
+        "gone": {"ansible_facts": {"gpufleet_gpu": GPU}},
+        "late": {},
+    }
+    result, printed = report(hostvars, alive=["dead", "good", "sick", "late"])
+    expected = {"dead": "unreachable", "good": "ok", "sick": "failed", "gone": "failed", "late": "unknown"}
+    assert result["status"] == expected
+    assert not result["changed"]
+    assert "dead: unreachable: no route" in " ".join(printed.split())
+    assert "sick: failed: no python" in " ".join((tmp_path / "reports/facts.txt").read_text().split())
+    data = json.loads((tmp_path / "reports/facts.json").read_text())
+    assert {name: host["status"] for name, host in data["hosts"].items()} == expected
+    with (tmp_path / "reports/facts.csv").open() as stream:
+        assert {row["host"]: row["status"] for row in csv.DictReader(stream)} == expected
+
+
+def test_files_are_replaced_as_a_whole_and_readable_by_the_umask(report, tmp_path):
+    report({"a": {}})
+    before = os.stat(tmp_path / "reports/facts.txt")
+    report({"a": {}, "b": {}})
+    after = os.stat(tmp_path / "reports/facts.txt")
+    assert before.st_ino != after.st_ino
+    assert sorted(os.listdir(tmp_path / "reports")) == ["facts.csv", "facts.json", "facts.txt"]
+    current = os.umask(0)
+    os.umask(current)
+    assert after.st_mode & 0o777 == 0o666 & ~current
+
+
+def test_a_folder_that_cannot_be_written_is_named(report, tmp_path):
+    (tmp_path / "file").write_text("")
+    result, _printed = report({"a": {}}, dir=str(tmp_path / "file" / "reports"))
+    assert result["failed"]
+    assert f"could not be written to {tmp_path}/file/reports" in result["msg"]
+    assert "fleet_report_dir" in result["msg"]
+
+
+@pytest.mark.parametrize("kind", ["plan", "site"])
+def test_other_reports_hold_their_own_part(report, tmp_path, kind):
+    result, printed = report({"a": {"ansible_facts": {"gpufleet_gpu": GPU}}}, kind=kind)
+    assert [os.path.basename(path) for path in result["files"]] == [f"{kind}.txt", f"{kind}.json"]
+    assert set(json.loads((tmp_path / f"reports/{kind}.json").read_text())["hosts"]["a"]) == {
+        "status",
+        "reason",
+        *({"plan"} if kind == "plan" else {"instances", "findings"}),
+    }
+    assert printed
+
+
+def test_nothing_is_printed_when_not_asked(report):
+    _result, printed = report({"a": {}}, show=False)
+    assert printed == ""
+
+
+def test_without_a_folder_the_reports_lie_where_the_run_started(report, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result, _printed = report({"a": {}}, dir=None)
+    assert result["files"][0] == str(tmp_path / "reports/facts.txt")
+
+
+def test_the_report_runs_once_for_all_hosts_and_needs_no_connection():
+    assert fleet_report.ActionModule.BYPASS_HOST_LOOP
+    assert not fleet_report.ActionModule._requires_connection
