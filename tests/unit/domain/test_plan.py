@@ -1,0 +1,499 @@
+"""The plan of a host: proven sums, kept command lines, refusals in figures, alternatives that hold."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain import releases
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.plan import plan
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.solving import PARTS
+from ansible_collections.gpufleet.inference.plugins.plugin_utils._data_files import planner_data
+
+GIB = 2**30
+DATA = planner_data()
+TABLE = releases.table(DATA["releases"])
+PROPERTY = settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+
+
+def config(*, hidden=4096, layers=32, heads=32, kv_heads=8, inner=14336, vocab=128256, length=131072, **more):
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": inner,
+        "vocab_size": vocab,
+        "max_position_embeddings": length,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+MODELS = {
+    "tiny": {"config": config(hidden=512, layers=4, heads=8, kv_heads=4, inner=1024, vocab=32000, length=4096)},
+    "8b": {"config": config()},
+    "70b": {"config": config(hidden=8192, layers=80, heads=64, inner=28672)},
+}
+
+
+def gpu(index, total=79.0, used=0.0, **more):
+    return {
+        "index": index,
+        "uuid": f"GPU-{index:04d}",
+        "pci_address": f"0000:{index + 16:02x}:00.0",
+        "name": "NVIDIA H100 80GB HBM3",
+        "architecture": "hopper",
+        "compute_capability": "9.0",
+        "memory": {
+            "total": int(total * GIB),
+            "reserved": 0,
+            "free": int((total - used) * GIB),
+            "used": int(used * GIB),
+        },
+        "processes": [],
+        "mig": {"mode": False, "devices": []},
+        "numa_node": 0,
+        **more,
+    }
+
+
+def request(*instances, gpus=1, version="0.19.1", devices=None, **more):
+    return {
+        "data": DATA,
+        "gpu": {"devices": devices if devices is not None else [gpu(index) for index in range(gpus)]},
+        "models": MODELS,
+        "engine_version": version,
+        "instances": [
+            {"name": f"i{position}", "model": "8b", "port": 8000 + position, **instance}
+            for position, instance in enumerate(instances)
+        ],
+        **more,
+    }
+
+
+def only(answer):
+    assert len(answer["instances"]) == 1
+    return answer["instances"][0]
+
+
+def value(entry, flag):
+    words = entry["arguments"]
+    return words[words.index(flag) + 1] if flag in words else None
+
+
+def assert_never_overcommits(answer, wanted):
+    """The upper ends of all instances fit into what is free, less the margin, on every device."""
+    for device in answer["gpus"]:
+        parts = [
+            sum(part[term]["high"] for term in PARTS)
+            for entry in answer["instances"]
+            if entry["fits"]
+            for part in entry["budget"]
+            if part["uuid"] == device["uuid"]
+        ]
+        proven = sum(part["bytes"] for part in device["instances"])
+        assert proven <= max(0, device["free"] - device["margin"]), device
+        if parts and all(
+            entry["kv_cache_memory_bytes"] is not None for entry in answer["instances"] if entry["budget"]
+        ):
+            assert sum(parts) == proven
+    assert len(answer["instances"]) == len(wanted["instances"])
+
+
+def assert_admitted(answer):
+    """In start order, the engine's own check (free >= total x utilisation) passes for every instance."""
+    free = {device["uuid"]: device["free"] for device in answer["gpus"]}
+    order = sorted(answer["instances"], key=lambda entry: (len(entry["start_after"]), entry["name"]))
+    for entry in order:
+        for part in entry["budget"]:
+            assert part["total"]["bytes"] * entry["gpu_memory_utilization"] <= free[part["uuid"]]
+            free[part["uuid"]] -= sum(part[term]["high"] for term in PARTS)
+
+
+def test_an_instance_gets_the_whole_gpu_and_its_exact_command_line():
+    entry = only(plan(request({})))
+    assert entry["fits"] and entry["devices"] == ["GPU-0000"] and entry["reason"] is None
+    assert entry["max_model_len"] == 131072
+    assert entry["arguments"][:2] == ["serve", "/var/lib/vllm/models/8b"]
+    assert value(entry, "--max-num-seqs") == "1024" and value(entry, "--max-num-batched-tokens") == "8192"
+    assert int(value(entry, "--kv-cache-memory-bytes")) == entry["kv_cache_memory_bytes"]
+    assert value(entry, "--gpu-memory-utilization") == f"{entry['gpu_memory_utilization']:.4f}"
+    budget = entry["budget"][0]
+    assert set(budget) == {"uuid", "total", "free", "requested", *PARTS, "headroom"}
+    for term in set(budget) - {"uuid"}:
+        assert budget[term]["source"] in ("exact", "modelled", "measured", "expected")
+        assert budget[term]["low"] <= budget[term]["bytes"] <= budget[term]["high"]
+    assert entry["kv_cache_memory_bytes"] == budget["kv_cache"]["bytes"] > 40 * GIB
+
+
+def test_before_the_byte_lever_the_utilisation_alone_sizes_the_cache():
+    entry = only(plan(request({}, version="0.10.1")))
+    assert entry["fits"] and "--kv-cache-memory-bytes" not in entry["arguments"]
+    budget = entry["budget"][0]
+    assert budget["kv_cache"]["source"] == "modelled"
+    assert budget["kv_cache"]["low"] < budget["kv_cache"]["high"]
+    assert budget["requested"]["bytes"] <= budget["free"]["bytes"]
+
+
+def test_two_instances_on_one_gpu_share_it_and_start_one_after_the_other():
+    wanted = request({"isolation": "shared"}, {"isolation": "shared"})
+    answer = plan(wanted)
+    first, second = answer["instances"]
+    assert answer["fits"] and first["devices"] == second["devices"]
+    assert first["start_after"] == [] and second["start_after"] == ["i0"]
+    assert abs(first["kv_cache_memory_bytes"] - second["kv_cache_memory_bytes"]) <= 2 * 2**21
+    assert_never_overcommits(answer, wanted)
+    assert_admitted(answer)
+
+
+def test_releases_that_count_all_used_memory_get_a_cumulative_utilisation():
+    together = plan(request({"isolation": "shared"}, {"isolation": "shared"}, version="0.8.5"))
+    first, second = together["instances"]
+    assert together["fits"]
+    assert second["gpu_memory_utilization"] > 0.8 > first["gpu_memory_utilization"]
+    later = plan(request({"isolation": "shared"}, {"isolation": "shared"}, version="0.9.2"))
+    assert later["instances"][1]["gpu_memory_utilization"] < 0.6
+
+
+def test_memory_wishes_are_met():
+    fraction = only(plan(request({"memory": {"fraction": 0.5}})))
+    assert 0.49 < fraction["gpu_memory_utilization"] <= 0.5
+    fixed = only(plan(request({"memory": {"kv_cache_bytes": "4GiB"}})))
+    assert 4 * GIB - 2**22 < fixed["kv_cache_memory_bytes"] <= 4 * GIB
+    assert fixed["max_model_len"] < 131072
+    several = only(plan(request({"memory": {"concurrency": 4}, "max_model_len": 8192})))
+    assert 4.0 <= several["max_concurrency"] < 4.1
+
+
+def test_auto_length_is_the_longest_that_serves_the_wanted_concurrency():
+    free = only(plan(request({"memory": {"concurrency": 8}}, devices=[gpu(0, total=40)])))
+    assert free["fits"] and 4096 < free["max_model_len"] < 131072
+    assert free["max_concurrency"] >= 8.0
+    longer = {"memory": {"concurrency": 8}, "max_model_len": free["max_model_len"] + 64}
+    assert not only(plan(request(longer, devices=[gpu(0, total=40)])))["fits"]
+
+
+def test_what_does_not_fit_is_refused_in_figures_with_alternatives_that_hold():
+    wanted = request({"model": "70b", "max_model_len": 8192}, gpus=4)
+    answer = plan(wanted)
+    entry = only(answer)
+    assert not answer["fits"] and not entry["fits"]
+    assert entry["reason"]["code"] in ("refused_kv", "oom_risk", "refused_free_memory")
+    assert "GiB" in entry["reason"]["text"] and "weights" in entry["reason"]["text"]
+    assert entry["arguments"] == [] and entry["alternatives"]
+    for alternative in entry["alternatives"]:
+        again = copy.deepcopy(wanted)
+        again["instances"][0].update(raw(alternative["change"]))
+        found = only(plan(again))
+        assert found["fits"]
+        assert found["kv_cache_tokens"] == alternative["kv_cache_tokens"]
+        assert found["max_model_len"] == alternative["max_model_len"]
+
+
+def raw(change):
+    """An alternative's change in the words of the instances' list."""
+    keys = dict(change)
+    names, count = keys.pop("gpu_names", None), keys.pop("gpu_count", None)
+    if names is not None or count is not None:
+        keys["gpus"] = names or count
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+def test_alternatives_do_not_take_from_those_that_fit():
+    wanted = request({"isolation": "shared", "max_model_len": 32768}, {"isolation": "shared", "model": "70b"}, gpus=1)
+    answer = plan(wanted)
+    assert [entry["fits"] for entry in answer["instances"]] == [True, False]
+
+
+def test_a_running_instance_keeps_its_command_line_though_its_surroundings_changed():
+    wanted = request({"isolation": "shared"}, gpus=2)
+    before = only(plan(wanted))
+    facts = wanted["gpu"]
+    held = 60 * GIB
+    facts["devices"][0]["processes"] = [{"pid": 1, "used": held, "unit": "vllm-i0.service"}]
+    facts["devices"][0]["memory"]["free"] -= held + 100 * 2**20
+    record = json.loads(json.dumps({key: item for key, item in before.items() if key not in ("kept", "state")}))
+    facts["instances"] = [{"name": "i0", "unit": "vllm-i0.service", "active_state": "active", "record": record}]
+    wanted["profiles"] = [{"key": "x", "model_digest": "y", "figures": {"weights": 1}}]
+    wanted["instances"].append({"name": "new", "model": "8b", "port": 9000, "isolation": "shared"})
+    after = plan(wanted)
+    kept = next(entry for entry in after["instances"] if entry["name"] == "i0")
+    assert kept["kept"] and kept["arguments"] == before["arguments"]
+    assert kept["environment"] == before["environment"]
+    fresh = next(entry for entry in after["instances"] if entry["name"] == "new")
+    assert fresh["fits"] and not fresh["kept"] and fresh["devices"] == ["GPU-0001"]
+    assert after["gpus"][1]["headroom"] >= after["gpus"][1]["margin"]
+    wanted["instances"][0]["max_model_len"] = 8192
+    changed = next(entry for entry in plan(wanted)["instances"] if entry["name"] == "i0")
+    assert not changed["kept"] and changed["max_model_len"] == 8192
+    del wanted["instances"][0]["max_model_len"]
+    again = next(entry for entry in plan({**wanted, "replan": True})["instances"] if entry["name"] == "i0")
+    assert not again["kept"]
+
+
+def test_a_stopped_instance_keeps_its_record_only_while_it_fits():
+    wanted = request({}, gpus=1)
+    record = only(plan(wanted))
+    wanted["gpu"]["instances"] = [
+        {"name": "i0", "unit": "vllm-i0.service", "active_state": "inactive", "record": record}
+    ]
+    assert only(plan(wanted))["kept"]
+    wanted["gpu"]["devices"] = [gpu(0, used=30)]
+    smaller = only(plan(wanted))
+    assert not smaller["kept"] and smaller["fits"]
+    assert smaller["kv_cache_memory_bytes"] < record["kv_cache_memory_bytes"]
+
+
+def test_a_taken_port_is_refused_unless_the_instance_itself_listens():
+    listener = {"address": "0.0.0.0", "port": 8000, "pid": 77, "process": "nginx", "unit": "nginx.service"}
+    entry = only(plan(request({}, host={"ports": [listener]})))
+    assert entry["reason"]["code"] == "port_conflict" and "nginx" in entry["reason"]["text"]
+    listener["unit"] = "vllm-i0.service"
+    assert only(plan(request({}, host={"ports": [listener]})))["fits"]
+    listener.update(unit="other.service", address="10.0.0.1")
+    assert only(plan(request({}, host={"ports": [listener]})))["fits"]
+
+
+@pytest.mark.parametrize(
+    ("instance", "version", "code", "text"),
+    [
+        ({"extra_args": ["--swap-space", "4"]}, "0.19.1", "unknown_argument", "0.5.4 to 0.17.1"),
+        ({"environment": {"VLLM_CRASH_HANDLER": "1"}}, "0.19.1", "unknown_argument", "in no vLLM release"),
+        ({"max_model_len": 200000}, "0.19.1", "unsupported_by_engine", "131072"),
+        ({"tensor_parallel_size": 3}, "0.19.1", "bad_shape", "32 attention heads"),
+        ({"quantization": "bitsandbytes"}, "0.33.0", "unsupported_by_engine", "bitsandbytes"),
+        ({"kv_cache_dtype": "nvfp4"}, "0.20.0", "unsupported_by_device", "10.0"),
+        ({"kv_cache_dtype": "nvfp4"}, "0.19.1", "unknown_argument", "none of auto"),
+        ({"block_size": 48}, "0.17.1", "unknown_argument", "`block_size:`"),
+        ({"gpus": 16}, "0.19.1", "unsupported_by_device", "several hosts"),
+        ({"max_num_batched_tokens": 64, "max_num_seqs": 128}, "0.19.1", "unsupported_by_engine", "below max_num_seqs"),
+        ({"enable_expert_parallel": True}, "0.7.3", "unknown_argument", "since 0.8.0"),
+    ],
+)
+def test_what_engine_or_device_refuses_is_refused_with_a_code(instance, version, code, text):
+    entry = only(plan(request(instance, gpus=8, version=version)))
+    assert entry["reason"] and entry["reason"]["code"] == code, entry["reason"]
+    assert text in entry["reason"]["text"]
+
+
+def test_old_gpus_and_new_releases_do_not_meet():
+    volta = gpu(0, total=31, name="Tesla V100-SXM2-32GB", compute_capability="7.0")
+    entry = only(plan(request({}, devices=[volta], version="0.20.0")))
+    assert entry["reason"]["code"] == "unsupported_by_device" and "7.5" in entry["reason"]["text"]
+    older = only(plan(request({}, devices=[volta], version="0.19.1")))
+    assert older["fits"] and value(older, "--dtype") == "half" and any("bfloat16" in text for text in older["warnings"])
+
+
+def test_a_bare_host_is_planned_from_the_catalogue_and_marked():
+    wanted = request({})
+    wanted["gpu"] = {
+        "devices": [],
+        "pci": [
+            {"address": "0000:18:00.0", "vendor_id": "0x10de", "device_id": "0x2330"},
+            {"address": "0000:2a:00.0", "vendor_id": "0x10de", "device_id": "0xdead"},
+        ],
+    }
+    answer = plan(wanted)
+    entry = only(answer)
+    assert entry["fits"] and entry["budget"][0]["total"]["source"] == "expected"
+    assert answer["gpus"][0]["expected"] and answer["findings"][0]["code"] == "unknown_gpu"
+
+
+def test_a_mig_slice_is_planned_with_its_own_memory():
+    slices = [
+        {
+            "uuid": "MIG-1",
+            "profile": "1g.10gb",
+            "gi": 7,
+            "ci": 0,
+            "memory": {"total": int(9.75 * GIB), "free": int(9.7 * GIB)},
+        }
+    ]
+    device = gpu(0, mig={"mode": True, "devices": slices})
+    entry = only(plan(request({"model": "tiny", "gpus": {"mig": "1g.10gb"}}, devices=[device])))
+    assert entry["fits"] and entry["devices"] == ["MIG-1"]
+    assert entry["budget"][0]["total"]["bytes"] == int(9.75 * GIB)
+    assert entry["environment"]["CUDA_VISIBLE_DEVICES"] == "0"
+    assert any("experimental" in text for text in entry["warnings"])
+
+
+def test_mps_limit_covers_what_the_engine_asks_for():
+    entry = only(plan(request({"isolation": "mps", "memory": {"kv_cache_bytes": "8GiB"}})))
+    limit = int(entry["environment"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"].split("=")[1].rstrip("M")) * 2**20
+    budget = entry["budget"][0]
+    assert budget["requested"]["bytes"] <= limit < budget["free"]["bytes"]
+
+
+def test_shared_memory_of_host_and_gpu_leaves_room_for_the_system():
+    device = gpu(0, name="NVIDIA GB10", compute_capability="12.1", memory={"total": None, "free": None, "used": None})
+    host = {"ram": {"total": 120 * GIB, "available": 110 * GIB}}
+    answer = plan(request({}, devices=[device], host=host, version="0.32.0"))
+    entry = only(answer)
+    assert entry["fits"] and answer["gpus"][0]["margin"] > 6 * GIB
+    assert any("shares the host's memory" in text for text in entry["warnings"])
+
+
+def test_malformed_input_is_an_error_and_not_a_plan():
+    with pytest.raises(FleetError) as refused:
+        plan(request({"model": "unheard"}))
+    assert refused.value.code == "unknown_model" and "8b" in refused.value.message
+    with pytest.raises(FleetError) as refused:
+        plan(request({}, version="0.19.7"))
+    assert refused.value.code == "unknown_release"
+    with pytest.raises(FleetError) as refused:
+        plan(request({"colour": "red"}))
+    assert refused.value.code == "bad_instances"
+
+
+def test_a_broken_model_is_an_answer_that_names_the_problem():
+    wanted = request({"model": "broken"})
+    wanted["models"] = {"broken": {"config": {"model_type": "llama", "hidden_size": "wide"}}}
+    entry = only(plan(wanted))
+    assert entry["reason"]["code"] == "bad_shape" and "hidden_size" in entry["reason"]["text"]
+
+
+def test_absent_instances_take_nothing():
+    answer = plan(request({"state": "absent"}, {}))
+    assert [entry["state"] for entry in answer["instances"]] == ["absent", "started"]
+    assert answer["fits"] and answer["instances"][0]["devices"] == []
+
+
+def test_listening_for_everybody_without_a_key_is_a_finding():
+    answer = plan(request({"listen_address": "0.0.0.0"}))
+    assert [finding["code"] for finding in answer["findings"]] == ["open_listener"]
+    safe = plan(request({"listen_address": "0.0.0.0", "api_key_file": "/etc/key"}))
+    assert safe["findings"] == []
+
+
+def test_an_old_driver_is_a_finding():
+    wanted = request({}, version="0.20.0")
+    wanted["gpu"]["driver"] = {"running": "570.124.06"}
+    assert plan(wanted)["findings"][0]["code"] == "driver_too_old"
+    wanted["gpu"]["driver"] = {"running": "580.65.06"}
+    assert plan(wanted)["findings"] == []
+
+
+# -- properties --------------------------------------------------------------------------------------------------------
+
+_versions = st.sampled_from(["0.6.3", "0.7.3", "0.8.5", "0.9.2", "0.10.2", "0.14.1", "0.19.1", "0.24.0", "0.33.0"])
+_wishes = st.fixed_dictionaries(
+    {"model": st.sampled_from(sorted(MODELS)), "isolation": st.sampled_from(["exclusive", "shared"])},
+    optional={
+        "gpus": st.sampled_from([1, 2, 4]),
+        "max_model_len": st.sampled_from([512, 4096]),
+        "memory": st.sampled_from(
+            ["auto", {"fraction": 0.3}, {"fraction": 0.9}, {"kv_cache_bytes": "2GiB"}, {"concurrency": 4}]
+        ),
+        "enforce_eager": st.booleans(),
+        "max_num_seqs": st.sampled_from([8, 256]),
+        "engine_version": _versions,
+    },
+)
+_sizes = st.lists(st.floats(4, 180), min_size=1, max_size=4)
+
+
+def _random_request(wishes, sizes, used):
+    devices = [gpu(index, total=size, used=min(used, size)) for index, size in enumerate(sizes)]
+    return request(*wishes, devices=devices)
+
+
+@PROPERTY
+@given(st.lists(_wishes, min_size=1, max_size=4), _sizes, st.floats(0, 20))
+def test_no_gpu_is_ever_overcommitted(wishes, sizes, used):
+    wanted = _random_request(wishes, sizes, used)
+    answer = plan(wanted)
+    assert_never_overcommits(answer, wanted)
+    for entry in answer["instances"]:
+        assert entry["fits"] == (entry["reason"] is None) == bool(entry["arguments"])
+
+
+@PROPERTY
+@given(st.lists(_wishes, min_size=1, max_size=3), _sizes)
+def test_every_start_is_admitted_by_the_engines_own_check(wishes, sizes):
+    assert_admitted(plan(_random_request(wishes, sizes, 0)))
+
+
+@PROPERTY
+@given(_wishes, st.floats(4, 100), st.floats(0, 100))
+def test_more_memory_never_turns_a_fit_into_a_refusal(wish, size, more):
+    wish = {key: item for key, item in wish.items() if key != "memory" or "fraction" not in item}
+    count = int(wish.get("gpus", 1))
+    small = only(plan(_random_request([wish], [size] * count, 0)))
+    large = only(plan(_random_request([wish], [size + more] * count, 0)))
+    if small["fits"]:
+        assert large["fits"], (small, large["reason"])
+        assert large["max_model_len"] >= small["max_model_len"]
+
+
+@PROPERTY
+@given(st.lists(_wishes, min_size=1, max_size=4), _sizes, st.randoms())
+def test_the_order_of_instances_and_devices_changes_nothing(wishes, sizes, shuffler):
+    wanted = _random_request(wishes, sizes, 0)
+    other = copy.deepcopy({key: item for key, item in wanted.items() if key != "data"})
+    other["data"] = wanted["data"]
+    shuffler.shuffle(other["instances"])
+    shuffler.shuffle(other["gpu"]["devices"])
+    assert plan(wanted) == plan(other)
+
+
+@PROPERTY
+@given(st.lists(_wishes, min_size=1, max_size=3), _sizes)
+def test_every_emitted_flag_and_variable_exists_in_the_release(wishes, sizes):
+    for entry in plan(_random_request(wishes, sizes, 0))["instances"]:
+        release = TABLE.release(entry["engine_version"])
+        for word in entry["arguments"]:
+            assert not word.startswith("--") or release.has_flag(word), (entry["engine_version"], word)
+        for name in entry["environment"]:
+            assert not name.startswith("VLLM_") or name in release.environment
+
+
+@PROPERTY
+@given(st.lists(_wishes, min_size=1, max_size=3), _sizes)
+def test_alternatives_hold_when_they_are_taken(wishes, sizes):
+    wanted = _random_request(wishes, sizes, 0)
+    for entry in plan(wanted)["instances"]:
+        for alternative in entry["alternatives"]:
+            again = copy.deepcopy({key: item for key, item in wanted.items() if key != "data"})
+            again["data"] = DATA
+            mine = next(item for item in again["instances"] if item["name"] == entry["name"])
+            mine.update(raw(alternative["change"]))
+            mine.pop(
+                "tensor_parallel_size"
+                if "gpus" in mine and "tensor_parallel_size" not in alternative["change"]
+                else "",
+                None,
+            )
+            found = next(item for item in plan(again)["instances"] if item["name"] == entry["name"])
+            assert found["fits"], (alternative, found["reason"])
+
+
+@PROPERTY
+@given(st.lists(_wishes, min_size=1, max_size=3), _sizes)
+def test_the_plan_is_plain_data_and_the_same_every_time(wishes, sizes):
+    wanted = _random_request(wishes, sizes, 1)
+    answer = plan(wanted)
+    assert json.loads(json.dumps(answer)) == answer == plan(wanted)
+    assert all(math.isfinite(entry.get("max_concurrency", 0)) for entry in answer["instances"])
+
+
+def test_names_decide_nothing_but_the_order():
+    shuffler = random.Random(3)
+    names = ["a", "b", "c"]
+    shuffler.shuffle(names)
+    wanted = request({}, {}, {}, gpus=3)
+    for item, name in zip(wanted["instances"], names):
+        item["name"] = name
+    answer = plan(wanted)
+    assert answer["fits"]
+    assert sorted(entry["devices"][0] for entry in answer["instances"]) == ["GPU-0000", "GPU-0001", "GPU-0002"]
