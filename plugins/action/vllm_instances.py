@@ -32,6 +32,9 @@ class ActionModule(ActionBase):
             args = to_native(self._task.args)
             facts = task_vars.get("ansible_facts") or {}
             plan = args.pop("plan", None) or to_native(facts.get("gpufleet_plan") or task_vars.get("gpufleet_plan"))
+            absent = args.pop("absent", None)
+            if absent is not None:
+                plan = {"instances": [{"name": name, "state": "absent"} for name in absent]}
             if not plan:
                 raise FleetError("no_plan", "There is no plan for this host.", hint="Run the role fleet_plan first.")
             generations = render(

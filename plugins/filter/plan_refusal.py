@@ -45,7 +45,9 @@ def plan_refusal(plan: Any) -> str:
 
 def _sentence(entry: dict[str, Any]) -> str:
     reason = entry.get("reason") or {}
-    text = f"{entry.get('name')} does not fit ({reason.get('code', 'unknown')}): {reason.get('text', 'no reason given')}"
+    text = (
+        f"{entry.get('name')} does not fit ({reason.get('code', 'unknown')}): {reason.get('text', 'no reason given')}"
+    )
     ways = [_way(alternative) for alternative in entry.get("alternatives") or []]
     if ways:
         text += f". What works: {'; or '.join(way for way in ways if way)}"

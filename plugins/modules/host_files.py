@@ -76,6 +76,10 @@ options:
         description: With O(files[].state=absent), remove a directory with everything in it.
         type: bool
         default: false
+      only_empty:
+        description: With O(files[].state=absent), leave a directory alone that holds anything.
+        type: bool
+        default: false
       replace:
         description: With O(files[].state=link), replace a regular file in its place.
         type: bool
@@ -143,6 +147,7 @@ FILE_SPEC = {
     "group": {"type": "str", "default": "root"},
     "mode": {"type": "str"},
     "purge": {"type": "bool", "default": False},
+    "only_empty": {"type": "bool", "default": False},
     "replace": {"type": "bool", "default": False},
 }
 SPEC: dict[str, Any] = {

@@ -29,6 +29,10 @@ options:
     description:
       - The plan, as P(gpufleet.inference.vllm_plan#module) returns it. The default is the fact C(gpufleet_plan).
     type: dict
+  absent:
+    description: Names of instances to remove in place of what a plan says.
+    type: list
+    elements: str
   user:
     description: User of the services.
     type: str
@@ -114,6 +118,13 @@ instances:
     main_pid:
       description: Process of a start of this run.
       type: int
+    profile:
+      description: Figures that the engine logged at a start of this run, in bytes and tokens.
+      type: dict
+    deviation:
+      description: Planned against logged bytes of a start of this run, per term.
+      type: list
+      elements: dict
 findings:
   description: What a person should know, for example that an upgrade is due.
   returned: always
@@ -138,6 +149,7 @@ from ansible_collections.gpufleet.inference.plugins.module_utils._module import 
 
 SPEC: dict[str, Any] = {
     "plan": {"type": "dict"},
+    "absent": {"type": "list", "elements": "str"},
     "user": {"type": "str", "default": "vllm"},
     "group": {"type": "str", "default": "vllm"},
     "engine_root": {"type": "path", "default": "/opt/vllm"},
@@ -180,7 +192,7 @@ def converge(fleet: FleetModule) -> dict[str, Any]:
     states = instances.observe(root, systemd, unlisted)
     return {
         "changed": work.changed,
-        "instances": instances.report(work, outcomes),
+        "instances": instances.report(work, outcomes, instances.profiles(root, systemd, work, outcomes)),
         "findings": [
             *(serving.due_finding(step) for step in work.steps.values() if step.due),
             *(serving.unlisted_finding(name, states[name].active_state) for name in unlisted),
@@ -201,6 +213,7 @@ def _generation(entry: dict[str, Any]) -> serving.Generation:
         unit=entry.get("unit") or "",
         record=entry.get("record") or "",
         start_after=tuple(entry.get("start_after") or ()),
+        gpu=entry.get("gpu") or "",
     )
 
 

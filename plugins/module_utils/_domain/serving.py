@@ -52,6 +52,7 @@ class Generation:
     unit: str = ""
     record: str = ""
     start_after: Tuple[str, ...] = ()
+    gpu: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,9 @@ def generation(
             f"{name} is planned on {', '.join(map(str, lost))}, which this host's driver does not show.",
             hint="The plan was made from what is expected; run it again when the driver runs.",
         )
-    text = unitfile.render(_unit(entry, options, [device for device in devices if device], host or {}))
-    record = {key: value for key, value in entry.items() if key not in _MOMENT}
+    record = _recorded(name, gpu) if entry.get("kept") else None
+    record = record or {key: value for key, value in entry.items() if key not in _MOMENT}
+    text = unitfile.render(_unit(record, options, [device for device in devices if device], host or {}))
     decisive = json.dumps(record.get("settings") or {}, sort_keys=True)
     digest = hashlib.sha256(f"{text}\n{decisive}".encode()).hexdigest()[:12]
     return Generation(
@@ -119,6 +121,7 @@ def generation(
         unit=text,
         record=json.dumps(record, indent=1, sort_keys=True) + "\n",
         start_after=tuple(entry.get("start_after") or ()),
+        gpu=str((devices[0] or {}).get("name") or "") if devices else "",
     )
 
 
@@ -214,6 +217,14 @@ def unlisted_finding(name: str, active_state: str) -> Dict[str, str]:
         f"{name} is {active_state} on the host and not in vllm_instances_list; it was left alone",
         f"Add it with `state: absent` to remove it: {{name: {name}, state: absent}}.",
     ).to_dict()
+
+
+def _recorded(name: str, gpu: Mapping[str, Any]) -> Optional[Dict[str, Any]]:
+    """The record of the generation that an instance runs: what is kept, is kept to the byte."""
+    for fact in gpu.get("instances") or []:
+        if fact.get("name") == name and fact.get("record"):
+            return dict(fact["record"])
+    return None
 
 
 def _device(uuid: str, gpu: Mapping[str, Any]) -> Optional[Dict[str, Any]]:

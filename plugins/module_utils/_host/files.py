@@ -43,6 +43,7 @@ class Wanted:
     mode: Optional[int] = None
     secret: bool = False
     purge: bool = False
+    only_empty: bool = False
     replace: bool = False
 
 
@@ -90,6 +91,7 @@ def parse(entry: Mapping[str, Any], content: Optional[bytes]) -> Wanted:
         mode=number,
         secret=entry.get("secret") is not None,
         purge=bool(entry.get("purge")),
+        only_empty=bool(entry.get("only_empty")),
         replace=bool(entry.get("replace")),
     )
 
@@ -153,7 +155,8 @@ def _compare(root: Root, item: Wanted) -> Optional[Change]:
     except NotADirectoryError as exc:
         raise FleetError("path_taken", f"A parent of {item.path} is a file, not a directory.") from exc
     if item.state == "absent":
-        return None if info is None else Change(item, "remove", _describe(real, info, item), "")
+        stays = info is None or (item.only_empty and stat.S_ISDIR(info.st_mode) and bool(os.listdir(real)))
+        return None if info is None or stays else Change(item, "remove", _describe(real, info, item), "")
     if item.state == "link":
         return _compare_link(real, info, item)
     if item.state == "directory":

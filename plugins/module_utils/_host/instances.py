@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain import profiles as profile_rules
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain import serving, unitfile
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.serving import Found, Generation, Step
@@ -18,6 +20,7 @@ from ansible_collections.gpufleet.inference.plugins.module_utils._host import fi
 from ansible_collections.gpufleet.inference.plugins.module_utils._host.root import Root
 from ansible_collections.gpufleet.inference.plugins.module_utils._host.systemd import Outcome, Systemd
 
+PROFILES = "/var/lib/gpufleet/profiles"
 _DIGEST = re.compile(r"^[0-9a-f]{12}$")
 _TAIL = 15
 _ACTS = {"start": "start", "restart": "restart", "stop": "stop", "remove": "stop"}
@@ -102,7 +105,30 @@ def carry_out(
     return {name: _read_back(root, work, name, outcomes[unitfile.unit_name(name)]) for name in awaited}
 
 
-def report(work: Work, outcomes: dict[str, Outcome]) -> list[dict[str, Any]]:
+def profiles(root: Root, systemd: Systemd, work: Work, outcomes: dict[str, Outcome]) -> dict[str, dict[str, Any]]:
+    """Read back what the engines of our own starts logged, and keep it as profiles on the host."""
+    result: dict[str, dict[str, Any]] = {}
+    keep = []
+    for entry in work.wanted:
+        outcome = outcomes.get(entry.name)
+        if outcome is None or outcome.state != "active" or work.acts.get(entry.name) not in ("start", "restart"):
+            continue
+        record = json.loads(entry.record)
+        figures = profile_rules.parse_log("\n".join(systemd.log_of(outcome.invocation)))
+        result[entry.name] = {"profile": figures, "deviation": profile_rules.deviation(record, figures)}
+        profile = profile_rules.make(record, entry.gpu, figures)
+        if profile:
+            content = json.dumps(profile, indent=1, sort_keys=True) + "\n"
+            path = f"{PROFILES}/{profile['key'][:16]}.json"
+            keep.append(files.parse({"path": path}, content.encode("utf-8")))
+    unique = {wanted.path: wanted for wanted in keep}
+    files.converge(root, list(unique.values()), check_mode=False)
+    return result
+
+
+def report(
+    work: Work, outcomes: dict[str, Outcome], figures: Optional[dict[str, dict[str, Any]]] = None
+) -> list[dict[str, Any]]:
     """One entry per instance, as plain data."""
     result = []
     for entry in work.wanted:
@@ -119,6 +145,7 @@ def report(work: Work, outcomes: dict[str, Outcome]) -> list[dict[str, Any]]:
                 "main_pid": outcome.main_pid if outcome else None,
                 "generation": before.current if step.due else entry.digest or None,
                 "staged_generation": entry.digest if step.due else None,
+                **((figures or {}).get(entry.name) or {"profile": None, "deviation": []}),
             }
         )
     return result

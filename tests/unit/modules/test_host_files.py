@@ -176,3 +176,13 @@ def test_a_digest_in_place_of_the_content_is_enough_when_the_host_has_it(tmp_pat
     assert call([entry])["changed"] is False
     (tmp_path / "x").write_bytes(b"different")
     assert call([entry])["error_code"] == "content_missing"
+
+
+def test_a_directory_with_files_of_others_stays_when_only_an_empty_one_may_go(tmp_path, call):
+    (tmp_path / "d").mkdir()
+    entry = {"path": f"{tmp_path}/d", "state": "absent", "only_empty": True}
+    (tmp_path / "d" / "theirs").write_text("x")
+    assert call([entry])["changed"] is False
+    (tmp_path / "d" / "theirs").unlink()
+    assert call([entry])["changes"] == [{"path": f"{tmp_path}/d", "action": "remove"}]
+    assert not (tmp_path / "d").exists()

@@ -1,0 +1,63 @@
+"""Small controller plugins of the playbooks: addresses, model paths, the refusal of a plan."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from ansible.errors import AnsibleFilterError, AnsibleLookupError
+
+from ansible_collections.gpufleet.inference.plugins.filter.model_paths import model_paths
+from ansible_collections.gpufleet.inference.plugins.filter.plan_refusal import plan_refusal
+from ansible_collections.gpufleet.inference.plugins.lookup.endpoint import LookupModule
+from ansible_collections.gpufleet.inference.plugins.plugin_utils._endpoints import endpoints
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_every_endpoint_has_an_address_a_variable_and_a_use():
+    for name, entry in endpoints().items():
+        assert entry["url"].startswith("https://"), name
+        assert re.fullmatch(r"[a-z][a-z0-9_]+", entry["variable"]), name
+        assert entry["used_for"], name
+
+
+def test_no_other_file_of_the_product_names_a_public_address():
+    hosts = {entry["url"].split("/")[2] for entry in endpoints().values()}
+    folders = ("plugins", "roles", "playbooks")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yml", ".j2")]
+    guilty = [
+        str(path.relative_to(ROOT))
+        for path in files
+        if path.name != "endpoints.yml" and any(host in path.read_text(encoding="utf-8") for host in hosts)
+    ]
+    assert guilty == []
+
+
+def test_an_endpoint_is_looked_up_by_name_and_an_unknown_one_lists_the_known():
+    assert LookupModule().run(["huggingface_hub"]) == [endpoints()["huggingface_hub"]["url"]]
+    with pytest.raises(AnsibleLookupError, match=r"`hub`.*huggingface_hub"):
+        LookupModule().run(["hub"])
+
+
+def test_a_model_lies_at_its_path_or_below_the_models_directory():
+    models = {"a": {"path": "/srv/a"}, "b": {"repo": "x/b"}, "c": None}
+    assert model_paths(models, "/models/") == {"a": "/srv/a", "b": "/models/b", "c": "/models/c"}
+    assert model_paths(None, "/models") == {}
+    with pytest.raises(AnsibleFilterError, match="mapping"):
+        model_paths(["a"], "/models")
+
+
+def test_a_refusal_has_the_code_the_figures_and_what_works():
+    entry = {
+        "name": "chat",
+        "fits": False,
+        "reason": {"code": "refused_kv", "text": "60 GiB are needed, 40 GiB are left"},
+        "alternatives": [{"text": "max_model_len: 4096"}, {"max_num_seqs": 8}],
+    }
+    text = plan_refusal({"fits": False, "instances": [entry, {"name": "other", "fits": True}]})
+    assert text == (
+        "chat does not fit (refused_kv): 60 GiB are needed, 40 GiB are left. "
+        "What works: max_model_len: 4096; or max_num_seqs: 8."
+    )
