@@ -454,7 +454,7 @@ def plan_view(hosts: Mapping[str, Mapping[str, Any]], style: Style) -> str:
         sections.append(_instance_table(fitting, style))
         sections += [_command(instance, style) for instance in fitting if instance.get("arguments")]
     if any((entry.get("plan") or {}).get("gpus") for entry in hosts.values()):
-        sections.append(legend(PLAN_PARTS, style))
+        sections.insert(0, legend(PLAN_PARTS, style))
     if notes:
         sections += [heading(_findings_line(notes), style), findings(notes, style)]
     for name, instance in refused:
