@@ -270,7 +270,7 @@ def facts_view(hosts: Mapping[str, Mapping[str, Any]], style: Style) -> str:
     headers = ("host", "GPUs", "free GiB", "driver", "CUDA", "system", "instances", "findings")
     sections = [
         heading("GPU fleet: " + _fleet_line(hosts), style),
-        table(headers, rows, style, right=(2,), spare=(5, 4)),
+        table(headers, rows, style, right=(2,), spare=(5, 4, 2)),
     ]
     if bars:
         sections += ["\n".join(bars), legend(FACTS_PARTS, style)]
