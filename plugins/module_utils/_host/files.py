@@ -99,14 +99,17 @@ def parse(entry: Mapping[str, Any], content: Optional[bytes]) -> Wanted:
 def plan(root: Root, wanted: Sequence[Wanted]) -> list[Change]:
     """Everything that differs, in the order given. Writes nothing. FleetError `path_taken` for what is not ours."""
     seen: dict[str, Wanted] = {}
-    changes = []
+    changes: list[Change] = []
+    going: set[str] = set()
     for item in wanted:
         if item.path in seen:
             raise FleetError("bad_file", f"{item.path} is given twice.")
         seen[item.path] = item
-        change = _compare(root, item)
+        change = _compare(root, item, going)
         if change is not None:
             changes.append(change)
+            if item.state == "absent":
+                going.add(item.path)
     return changes
 
 
@@ -146,7 +149,7 @@ def converge(root: Root, wanted: Sequence[Wanted], *, check_mode: bool) -> list[
     return changes
 
 
-def _compare(root: Root, item: Wanted) -> Optional[Change]:
+def _compare(root: Root, item: Wanted, going: set[str]) -> Optional[Change]:
     real = root.path(item.path)
     try:
         info: Optional[os.stat_result] = os.lstat(real)
@@ -155,13 +158,19 @@ def _compare(root: Root, item: Wanted) -> Optional[Change]:
     except NotADirectoryError as exc:
         raise FleetError("path_taken", f"A parent of {item.path} is a file, not a directory.") from exc
     if item.state == "absent":
-        stays = info is None or (item.only_empty and stat.S_ISDIR(info.st_mode) and bool(os.listdir(real)))
-        return None if info is None or stays else Change(item, "remove", _describe(real, info, item), "")
+        if info is None or (item.only_empty and stat.S_ISDIR(info.st_mode) and _filled(root, item.path, going)):
+            return None
+        return Change(item, "remove", _describe(real, info, item), "")
     if item.state == "link":
         return _compare_link(real, info, item)
     if item.state == "directory":
         return _compare_directory(info, item)
     return _compare_file(real, info, item)
+
+
+def _filled(root: Root, path: str, going: set[str]) -> bool:
+    """True when a directory holds more than what this very change removes."""
+    return any(f"{path}/{name}" not in going for name in root.listdir(path))
 
 
 def _compare_link(real: str, info: Optional[os.stat_result], item: Wanted) -> Optional[Change]:

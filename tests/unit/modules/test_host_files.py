@@ -186,3 +186,11 @@ def test_a_directory_with_files_of_others_stays_when_only_an_empty_one_may_go(tm
     (tmp_path / "d" / "theirs").unlink()
     assert call([entry])["changes"] == [{"path": f"{tmp_path}/d", "action": "remove"}]
     assert not (tmp_path / "d").exists()
+
+
+def test_check_mode_knows_that_a_directory_is_empty_after_its_content_went(tmp_path, call):
+    (tmp_path / "d" / "inner").mkdir(parents=True)
+    entries = [{"path": f"{tmp_path}/d{name}", "state": "absent", "only_empty": True} for name in ("/inner", "")]
+    predicted = call(entries, check=True)
+    assert predicted["changes"] == call(entries)["changes"]
+    assert len(predicted["changes"]) == 2
