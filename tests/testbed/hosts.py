@@ -392,9 +392,14 @@ def leader(fleet: Fleet, host: Host) -> int:
     return found
 
 
+def inside(fleet: Fleet, host: Host) -> list[str]:
+    """The words before a command that is to run as root inside a host that is up."""
+    return _nsenter(leader(fleet, host))
+
+
 def execute(fleet: Fleet, host: Host, argv: Sequence[str]) -> int:
     """Run a command as root inside a host, without SSH; return its exit status."""
-    return subprocess.run([*_nsenter(leader(fleet, host)), *argv], check=False).returncode
+    return subprocess.run([*inside(fleet, host), *argv], check=False).returncode
 
 
 def reboot(fleet: Fleet, host: Host) -> None:

@@ -1,9 +1,15 @@
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""The simulator, driven by the real pynvml in processes of their own."""
+"""The simulator, driven by the real pynvml in processes of their own.
+
+Functions that are given to `sim.run` or `sim.start` are sent to such a process as source text: they see pynvml as `n`
+and the helpers `code`, `memory`, `gpu` and `mig` below, and nothing else of this file.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import inspect
 import json
 import os
 import shutil
@@ -11,30 +17,53 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import pytest
 
+n: Any = pytest.importorskip("pynvml")
+
 HERE = Path(__file__).resolve().parent
 BUILD = Path(os.environ.get("GPUSIM_BUILD", HERE.parents[2] / ".build/gpusim"))
-PYNVML = Path(pytest.importorskip("pynvml").__file__).parent
-PRELUDE = f"""
-import sys; sys.path.append({str(PYNVML)!r})
-import ctypes, json, os
-from pynvml import *
-def code(f, *a):
-    try: f(*a)
-    except NVMLError as e: return e.value
+PYNVML = Path(n.__file__)
+
+
+# ---- what the processes under test see --------------------------------------------------------
+
+
+def code(function, *arguments):
+    """NVML code of a call, 0 for success."""
+    try:
+        function(*arguments)
+    except n.NVMLError as error:
+        return error.value
     return 0
-def mem(h):
-    return nvmlDeviceGetMemoryInfo(h, version=nvmlMemory_v2)
-def dev(i=0):
-    return nvmlDeviceGetHandleByIndex(i)
-out = None
-"""
-INIT = "nvmlInit()\n"
+
+
+def memory(handle):
+    return n.nvmlDeviceGetMemoryInfo(handle, version=n.nvmlMemory_v2)
+
+
+def gpu(index=0):
+    return n.nvmlDeviceGetHandleByIndex(index)
+
+
+def mig(index, slice_index):
+    return n.nvmlDeviceGetMigDeviceHandleByIndex(gpu(index), slice_index)
+
+
+PRELUDE = "\n".join(
+    [
+        "import sys",
+        f"sys.path.append({str(PYNVML.parent)!r})",
+        "import ctypes, json, os, time",
+        "import pynvml as n",
+        *(inspect.getsource(helper) for helper in (code, memory, gpu, mig)),
+    ]
+)
 
 
 class Sim:
@@ -46,27 +75,34 @@ class Sim:
         self.env = {**os.environ, "GPUSIM_STATE": str(self.state), "LD_LIBRARY_PATH": str(BUILD)}
 
     def tool(self, *words: str, ok: bool = True) -> str:
-        done = subprocess.run(
-            [sys.executable, "-S", str(HERE / "gpusim.py"), *words],
-            env=self.env, capture_output=True, text=True, timeout=20, check=False,
-        )  # fmt: skip
+        command = [sys.executable, "-S", str(HERE / "gpusim.py"), *words]
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=20, check=False)
         assert (done.returncode == 0) == ok, done.stdout + done.stderr
         return done.stdout if ok else done.stderr
 
-    def init(self, profile: str) -> Sim:
-        self.tool("init", "--profile", profile, "--seed", "test", "--state-only")
+    def init(self, profile: str, *words: str) -> Sim:
+        self.tool("init", "--profile", profile, "--seed", "test", "--state-only", *words)
         return self
 
-    def start(self, code: str) -> subprocess.Popen[str]:
-        program = PRELUDE + code + "\nprint(json.dumps(out))"
+    def start(self, function: Callable[..., Any], *arguments: Any, init: bool = True) -> subprocess.Popen[str]:
+        lines = [
+            PRELUDE,
+            textwrap.dedent(inspect.getsource(function)),
+            "n.nvmlInit()" if init else "",
+            f"result = {function.__name__}(*json.loads({json.dumps(arguments)!r}))",
+            "print(json.dumps(result))",
+        ]
         return subprocess.Popen(
-            [sys.executable, "-S", "-c", program],
-            env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [sys.executable, "-S", "-c", "\n".join(lines)],
+            env=self.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
-    def run(self, code: str) -> Any:
-        """The value that the code leaves in `out`."""
-        child = self.start(INIT + code)
+    def run(self, function: Callable[..., Any], *arguments: Any, init: bool = True) -> Any:
+        """What the function returns in a process that has called nvmlInit."""
+        child = self.start(function, *arguments, init=init)
         try:
             stdout, stderr = child.communicate(timeout=20)
         finally:
@@ -75,8 +111,10 @@ class Sim:
         return json.loads(stdout)
 
     def keys(self, pattern: str) -> dict[str, str]:
-        lines = self.tool("show", pattern).splitlines()
-        return dict(line.split("=", 1) for line in lines)
+        return dict(line.split("=", 1) for line in self.tool("show", pattern).splitlines())
+
+    def fault(self, *words: str) -> None:
+        self.tool("fault", "add", *words)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -93,300 +131,412 @@ def sim() -> Iterator[Sim]:
     shutil.rmtree(folder)
 
 
+def wait_ready(child: subprocess.Popen[str]) -> None:
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+
+
+def still_runs(child: subprocess.Popen[str], seconds: float) -> bool:
+    try:
+        child.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return True
+    return False
+
+
 # ---- values -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("profile", "index", "name", "capability", "torch_gib"),
+    ("profile", "last", "expected"),
     [
-        ("h100x8", 7, "NVIDIA H100 80GB HBM3", [9, 0], 79.19),
-        ("l40sx2", 1, "NVIDIA L40S", [8, 9], 44.39),
-        ("a100x4-40gb", 3, "NVIDIA A100-SXM4-40GB", [8, 0], 39.39),
-        ("t4x1", 0, "Tesla T4", [7, 5], 14.56),
-        ("b200x8", 7, "NVIDIA B200", [10, 0], 178.35),
-        ("a100x16-40gb", 15, "NVIDIA A100-SXM4-40GB", [8, 0], 39.39),
+        ("h100x8", 7, ["NVIDIA H100 80GB HBM3", [9, 0], 79.19]),
+        ("l40sx2", 1, ["NVIDIA L40S", [8, 9], 44.39]),
+        ("a100x4-40gb", 3, ["NVIDIA A100-SXM4-40GB", [8, 0], 39.39]),
+        ("t4x1", 0, ["Tesla T4", [7, 5], 14.56]),
+        ("b200x8", 7, ["NVIDIA B200", [10, 0], 178.35]),
+        ("a100x16-40gb", 15, ["NVIDIA A100-SXM4-40GB", [8, 0], 39.39]),
     ],
 )
-def test_a_profile_has_its_devices_with_the_memory_that_torch_sees(sim, profile, index, name, capability, torch_gib):
-    got = sim.init(profile).run(
-        f"h = dev({index}); m = mem(h); o = nvmlDeviceGetMemoryInfo(h)\n"
-        "out = [nvmlDeviceGetCount(), nvmlDeviceGetName(h), nvmlDeviceGetCudaComputeCapability(h), nvmlDeviceGetIndex(h),"
-        " (m.total - m.reserved) / 2**30, m.free + m.used + m.reserved == m.total, [o.total, o.free, o.used] == "
-        "[m.total, m.free, m.used + m.reserved]]"
-    )
-    assert got[:4] == [index + 1, name, capability, index]
-    assert got[4] == pytest.approx(torch_gib, abs=0.006)
-    assert got[5:] == [True, True]
+def test_a_profile_has_its_devices_with_the_memory_that_torch_sees(sim, profile, last, expected):
+    def look(index):
+        handle = gpu(index)
+        new, old = memory(handle), n.nvmlDeviceGetMemoryInfo(handle)
+        assert new.free + new.used + new.reserved == new.total
+        assert [old.total, old.free, old.used] == [new.total, new.free, new.used + new.reserved]
+        torch_gib = round((new.total - new.reserved) / 2**30, 2)
+        what = [n.nvmlDeviceGetName(handle), n.nvmlDeviceGetCudaComputeCapability(handle), torch_gib]
+        return [n.nvmlDeviceGetCount(), n.nvmlDeviceGetIndex(handle), what]
+
+    assert sim.init(profile).run(look, last) == [last + 1, last, expected]
 
 
 def test_devices_are_found_by_uuid_serial_and_address_and_refused_when_unknown(sim):
-    got = sim.init("h100x8").run(
-        "h = dev(5); uuid = nvmlDeviceGetUUID(h); bus = nvmlDeviceGetPciInfo(h).busId\n"
-        "index = nvmlDeviceGetIndex\n"
-        "stray = ctypes.cast(ctypes.create_string_buffer(64), c_nvmlDevice_t)\n"
-        "out = [index(nvmlDeviceGetHandleByUUID(uuid.encode())), index(nvmlDeviceGetHandleByPciBusId(bus.encode())),"
-        " index(nvmlDeviceGetHandleByPciBusId(b'0000:c3:00.0')),"
-        " index(nvmlDeviceGetHandleBySerial(nvmlDeviceGetSerial(h).encode())), bus,"
-        " code(dev, 8), code(nvmlDeviceGetHandleByUUID, b'GPU-none'), code(nvmlDeviceGetHandleByPciBusId, b'0000:ff:00.0'),"
-        " code(nvmlDeviceGetName, stray), code(nvmlDeviceGetName, None)]"
-    )
-    assert got == [5, 5, 5, 5, "00000000:C3:00.0", 2, 6, 6, 2, 2]
+    def look():
+        handle, index = gpu(5), n.nvmlDeviceGetIndex
+        bus = n.nvmlDeviceGetPciInfo(handle).busId
+        stray = ctypes.cast(ctypes.create_string_buffer(64), n.c_nvmlDevice_t)
+        found = [
+            index(n.nvmlDeviceGetHandleByUUID(n.nvmlDeviceGetUUID(handle).encode())),
+            index(n.nvmlDeviceGetHandleBySerial(n.nvmlDeviceGetSerial(handle).encode())),
+            index(n.nvmlDeviceGetHandleByPciBusId(bus.encode())),
+            index(n.nvmlDeviceGetHandleByPciBusId(b"0000:c3:00.0")),
+        ]
+        unknown = [
+            code(gpu, 8),
+            code(n.nvmlDeviceGetHandleByUUID, b"GPU-none"),
+            code(n.nvmlDeviceGetHandleByPciBusId, b"0000:ff:00.0"),
+            code(n.nvmlDeviceGetName, stray),
+            code(n.nvmlDeviceGetName, None),
+        ]
+        return [bus, found, unknown]
+
+    assert sim.init("h100x8").run(look) == ["00000000:C3:00.0", [5, 5, 5, 5], [2, 6, 6, 2, 2]]
 
 
 def test_links_fabric_and_topology_of_an_nvswitch_host(sim):
-    got = sim.init("h100x8").run(
-        "a, b, far = dev(0), dev(1), dev(4); f = c_nvmlGpuFabricInfo_v3_t(); nvmlDeviceGetGpuFabricInfoV(a, ctypes.byref(f))\n"
-        "links = [nvmlDeviceGetNvLinkState(a, i) for i in range(18)]\n"
-        "fields = nvmlDeviceGetFieldValues(a, [NVML_FI_DEV_NVLINK_LINK_COUNT, NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, 999])\n"
-        "out = [links, code(nvmlDeviceGetNvLinkState, a, 18), nvmlDeviceGetNvLinkVersion(a, 0),"
-        " [nvmlDeviceGetNvLinkRemotePciInfo(a, i).busId for i in (0, 3, 4)], [f.state, f.healthSummary],"
-        " [nvmlDeviceGetTopologyCommonAncestor(a, b), nvmlDeviceGetTopologyCommonAncestor(a, far)],"
-        " nvmlDeviceGetP2PStatus(a, far, NVML_P2P_CAPS_INDEX_NVLINK), list(nvmlDeviceGetMemoryAffinity(far, 1, 0)),"
-        " [[v.nvmlReturn, v.value.uiVal] for v in fields]]"
-    )
-    first = "00000000:07:00.0"
-    assert got == [
-        [1] * 18,
-        2,
-        6,
-        [first, "00000000:0A:00.0", first],
-        [3, 1],
-        [40, 50],
-        0,
-        [2],
-        [[0, 18], [0, 0], [3, 0]],
-    ]
+    def look():
+        one, near, far = gpu(0), gpu(1), gpu(4)
+        fabric = n.c_nvmlGpuFabricInfo_v3_t()
+        n.nvmlDeviceGetGpuFabricInfoV(one, ctypes.byref(fabric))
+        fields = [n.NVML_FI_DEV_NVLINK_LINK_COUNT, n.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, 999]
+        return {
+            "states": [n.nvmlDeviceGetNvLinkState(one, link) for link in range(18)],
+            "beyond": code(n.nvmlDeviceGetNvLinkState, one, 18),
+            "version": n.nvmlDeviceGetNvLinkVersion(one, 0),
+            "remote": [n.nvmlDeviceGetNvLinkRemotePciInfo(one, link).busId[9:] for link in (0, 3, 4)],
+            "fabric": [fabric.state, fabric.healthSummary],
+            "ancestors": [n.nvmlDeviceGetTopologyCommonAncestor(one, other) for other in (near, far)],
+            "p2p": n.nvmlDeviceGetP2PStatus(one, far, n.NVML_P2P_CAPS_INDEX_NVLINK),
+            "node mask": list(n.nvmlDeviceGetMemoryAffinity(far, 1, 0)),
+            "fields": [[v.nvmlReturn, v.value.uiVal] for v in n.nvmlDeviceGetFieldValues(one, fields)],
+        }
+
+    assert sim.init("h100x8").run(look) == {
+        "states": [1] * 18,
+        "beyond": 2,
+        "version": n.NVML_NVLINK_VERSION_4_0,
+        "remote": ["07:00.0", "0A:00.0", "07:00.0"],
+        "fabric": [n.NVML_GPU_FABRIC_STATE_COMPLETED, n.NVML_GPU_FABRIC_HEALTH_SUMMARY_HEALTHY],
+        "ancestors": [n.NVML_TOPOLOGY_NODE, n.NVML_TOPOLOGY_SYSTEM],
+        "p2p": n.NVML_P2P_STATUS_OK,
+        "node mask": [2],
+        "fields": [[0, 18], [0, 0], [3, 0]],
+    }
 
 
 def test_what_a_device_cannot_do_is_not_supported(sim):
-    sim.init("gb10")
-    assert sim.run(
-        "h = dev(); out = [code(nvmlDeviceGetMemoryInfo, h), code(mem, h), code(nvmlDeviceGetPowerManagementLimit, h)]"
-    ) == [3, 3, 3]
-    sim.init("t4x1")
-    assert sim.run(
-        "h = dev(); out = [code(nvmlDeviceGetRemappedRows, h), code(nvmlDeviceGetMigMode, h),"
-        " nvmlDeviceGetRetiredPagesPendingStatus(h), code(nvmlDeviceGetNvLinkState, h, 0), code(nvmlDeviceGetFanSpeedRPM, h)]"
-    ) == [3, 3, 0, 3, 13]  # 13: the simulator does not have that function at all
+    def unified():
+        calls = (n.nvmlDeviceGetMemoryInfo, memory, n.nvmlDeviceGetPowerManagementLimit)
+        return [code(call, gpu()) for call in calls]
+
+    def turing():
+        calls = (n.nvmlDeviceGetRemappedRows, n.nvmlDeviceGetMigMode, n.nvmlDeviceGetRetiredPagesPendingStatus)
+        return [*(code(call, gpu()) for call in calls), code(n.nvmlDeviceGetNvLinkState, gpu(), 0)]
+
+    def absent():
+        return code(n.nvmlDeviceGetFanSpeedRPM, gpu())
+
+    assert sim.init("gb10").run(unified) == [3, 3, 3]
+    assert sim.init("t4x1").run(turing) == [3, 3, 0, 3]
+    assert sim.run(absent) == 13  # a function that the library does not have
 
 
 def test_a_host_without_gpus_starts_and_one_without_driver_does_not(sim):
-    assert sim.init("no-device").run("out = nvmlDeviceGetCount()") == 0
-    assert sim.init("no-driver").start("out = code(nvmlInit)").communicate(timeout=20)[0].strip() == "9"
+    def count():
+        return n.nvmlDeviceGetCount()
 
+    def start():
+        return code(n.nvmlInit)
 
-def test_library_and_kernel_module_of_different_versions_do_not_work_together(sim):
+    assert sim.init("no-device").run(count) == 0
+    assert sim.init("no-driver").run(start, init=False) == 9
     sim.init("l40sx2").tool("set", "system.kernel_driver_version", "580.82.07")
-    assert sim.start("out = code(nvmlInit)").communicate(timeout=20)[0].strip() == "18"
+    assert sim.run(start, init=False) == 18  # library and kernel module of different versions
 
 
 def test_any_value_can_stand_for_an_error_code(sim):
+    def draw():
+        return [code(n.nvmlDeviceGetPowerUsage, gpu(index)) for index in (0, 1)]
+
     sim.init("l40sx2").tool("set", "gpu.1.power.draw", "!17")
-    assert sim.run("out = [code(nvmlDeviceGetPowerUsage, dev(i)) for i in (0, 1)]") == [0, 17]
+    assert sim.run(draw) == [0, 17]
 
 
 # ---- settings ---------------------------------------------------------------------------------
 
 
 def test_settings_outlive_the_process_and_a_reboot_loses_what_a_real_one_loses(sim):
-    sim.init("a100x4-40gb").run(
-        "h = dev(); nvmlDeviceSetPersistenceMode(h, 1); nvmlDeviceSetComputeMode(h, 3)\n"
-        "nvmlDeviceSetPowerManagementLimit(h, 250000); nvmlDeviceSetEccMode(h, 0); nvmlDeviceSetGpuLockedClocks(h, 900, 900)\n"
-        "out = nvmlDeviceSetMigMode(h, 1)"
-    )
-    read = (
-        "h = dev(); out = [nvmlDeviceGetPersistenceMode(h), nvmlDeviceGetComputeMode(h), nvmlDeviceGetPowerManagementLimit(h),"
-        " nvmlDeviceGetEnforcedPowerLimit(h), nvmlDeviceGetEccMode(h), nvmlDeviceGetClockInfo(h, NVML_CLOCK_SM),"
-        " nvmlDeviceGetMigMode(h), nvmlDeviceGetPersistenceMode(dev(1))]"
-    )
-    assert sim.run(read) == [1, 3, 250000, 250000, [1, 0], 900, [1, 1], 0]
+    def change():
+        handle = gpu()
+        n.nvmlDeviceSetPersistenceMode(handle, 1)
+        n.nvmlDeviceSetComputeMode(handle, 3)
+        n.nvmlDeviceSetPowerManagementLimit(handle, 250000)
+        n.nvmlDeviceSetEccMode(handle, 0)
+        n.nvmlDeviceSetGpuLockedClocks(handle, 900, 900)
+        return n.nvmlDeviceSetMigMode(handle, 1)
+
+    def read():
+        handle = gpu()
+        return {
+            "persistence": [n.nvmlDeviceGetPersistenceMode(gpu(index)) for index in (0, 1)],
+            "compute": n.nvmlDeviceGetComputeMode(handle),
+            "power": [n.nvmlDeviceGetPowerManagementLimit(handle), n.nvmlDeviceGetEnforcedPowerLimit(handle)],
+            "ecc": n.nvmlDeviceGetEccMode(handle),
+            "clock": n.nvmlDeviceGetClockInfo(handle, n.NVML_CLOCK_SM),
+            "mig": n.nvmlDeviceGetMigMode(handle),
+        }
+
+    assert sim.init("a100x4-40gb").run(change) == 0
+    set_now = {"compute": 3, "power": [250000, 250000], "ecc": [1, 0], "clock": 900, "mig": [1, 1]}
+    assert sim.run(read) == {"persistence": [1, 0], **set_now}
     sim.tool("reboot")
-    assert sim.run(read) == [0, 0, 400000, 400000, [0, 0], 210, [1, 1], 0]  # Ampere keeps MIG, and ECC is now off
+    after = {"compute": 0, "power": [400000, 400000], "ecc": [0, 0], "clock": 210, "mig": [1, 1]}
+    assert sim.run(read) == {"persistence": [0, 0], **after}  # Ampere keeps MIG mode, pending ECC has come
 
 
 def test_hopper_loses_its_mig_mode_at_a_reboot_and_any_gpu_its_instances(sim):
-    assert sim.init("h100x8-mig").run("out = nvmlDeviceGetMigMode(dev(0))") == [1, 1]
+    def modes():
+        return n.nvmlDeviceGetMigMode(gpu())
+
+    assert sim.init("h100x8-mig").run(modes) == [1, 1]
+    assert sim.keys("gpu.*.gi.*")
     sim.tool("reboot")
-    assert sim.run("out = nvmlDeviceGetMigMode(dev(0))") == [0, 0]
-    assert "gi" not in sim.tool("show", "gpu.*.gi.*")
+    assert sim.run(modes) == [0, 0]
+    assert not sim.keys("gpu.*.gi.*")
 
 
 def test_values_out_of_range_are_refused_and_change_nothing(sim):
-    got = sim.init("l40sx2").run(
-        "h = dev(); out = [code(nvmlDeviceSetPowerManagementLimit, h, 99), code(nvmlDeviceSetPowerManagementLimit, h, 10**6),"
-        " code(nvmlDeviceSetComputeMode, h, 1), code(nvmlDeviceSetPersistenceMode, h, 2), code(nvmlDeviceSetMigMode, h, 1),"
-        " code(nvmlDeviceSetGpuLockedClocks, h, 2000, 1000), nvmlDeviceGetPowerManagementLimit(h)]"
-    )
-    assert got == [2, 2, 2, 2, 3, 2, 350000]
+    def change():
+        handle = gpu()
+        return [
+            code(n.nvmlDeviceSetPowerManagementLimit, handle, 99),
+            code(n.nvmlDeviceSetPowerManagementLimit, handle, 10**6),
+            n.nvmlDeviceGetPowerManagementLimit(handle),
+            code(n.nvmlDeviceSetComputeMode, handle, n.NVML_COMPUTEMODE_EXCLUSIVE_THREAD),
+            code(n.nvmlDeviceSetPersistenceMode, handle, 2),
+            code(n.nvmlDeviceSetGpuLockedClocks, handle, 2000, 1000),
+            code(n.nvmlDeviceSetMigMode, handle, 1),
+        ]
+
+    assert sim.init("l40sx2").run(change) == [2, 2, 350000, 2, 2, 2, 3]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_ordinary_users_read_but_do_not_set(sim):
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to run a program as somebody else")
-    got = sim.init("h100x8-mig").run(
-        "os.setuid(65534); h = dev(7); m = dev(0); out = [code(nvmlDeviceSetPersistenceMode, h, 1), nvmlDeviceGetPersistenceMode(h),"
-        " code(mem, h), code(mem, m), code(nvmlDeviceGetComputeRunningProcesses, m),"
-        " nvmlDeviceGetUUID(nvmlDeviceGetMigDeviceHandleByIndex(m, 0))[:4]]"
-    )
-    assert got == [4, 0, 0, 4, 4, "MIG-"]
+    def act():
+        os.setuid(65534)
+        whole, parent = gpu(7), gpu(0)
+        return [
+            code(n.nvmlDeviceSetPersistenceMode, whole, 1),
+            n.nvmlDeviceGetPersistenceMode(whole),
+            code(memory, whole),
+            code(memory, parent),
+            code(n.nvmlDeviceGetComputeRunningProcesses, parent),
+            n.nvmlDeviceGetUUID(mig(0, 0))[:4],
+        ]
+
+    assert sim.init("h100x8-mig").run(act) == [4, 0, 0, 4, 4, "MIG-"]
 
 
 def test_setters_of_many_processes_do_not_lose_each_other(sim):
+    def change(index):
+        return n.nvmlDeviceSetPersistenceMode(gpu(index), 1)
+
     sim.init("h100x8")
-    children = [sim.start(INIT + f"out = nvmlDeviceSetPersistenceMode(dev({i}), 1)") for i in range(8)]
-    assert [child.wait(timeout=20) for child in children] == [0] * 8
-    assert set(sim.keys("gpu.*.persistence_mode").values()) == {"1"}
+    children = [sim.start(change, index) for index in range(8)]
     for child in children:
-        child.communicate()
+        child.communicate(timeout=20)
+    assert [child.returncode for child in children] == [0] * 8
+    assert set(sim.keys("gpu.*.persistence_mode").values()) == {"1"}
 
 
 # ---- processes --------------------------------------------------------------------------------
 
 
 def test_memory_is_held_until_the_process_ends_even_when_nobody_waits_for_it(sim):
+    def look():
+        found = n.nvmlDeviceGetComputeRunningProcesses(gpu(1))
+        names = [n.nvmlSystemGetProcessName(p.pid) for p in found]
+        return [[[p.pid, p.usedGpuMemory] for p in found], names, memory(gpu(1)).used, memory(gpu(0)).used]
+
     sim.init("l40sx2")
     holder = subprocess.Popen(["sleep", "60"])
-    sim.tool(
-        "process", "add", "--device", "1", "--bytes", "20G", "--pid", str(holder.pid), "--name", "VLLM::EngineCore x"
-    )
-    read = (
-        "p = nvmlDeviceGetComputeRunningProcesses(dev(1)); out = [[[x.pid, x.usedGpuMemory] for x in p],"
-        " mem(dev(1)).used, mem(dev(0)).used, [nvmlSystemGetProcessName(x.pid) for x in p]]"
-    )
-    assert sim.run(read) == [[[holder.pid, 20 << 30]], 20 << 30, 0, ["VLLM::EngineCore x"]]
+    add = ("process", "add", "--device", "1", "--bytes", "20G", "--pid", str(holder.pid))
+    sim.tool(*add, "--name", "VLLM::EngineCore x")
+    assert sim.run(look) == [[[holder.pid, 20 << 30]], ["VLLM::EngineCore x"], 20 << 30, 0]
     holder.kill()  # and is not waited for: a zombie
     time.sleep(0.1)
-    assert sim.run(read) == [[], 0, 0, []]
+    assert sim.run(look) == [[], [], 0, 0]
     holder.wait()
 
 
 def test_an_engine_registers_itself_by_dropping_a_file(sim):
-    sim.init("h100x8-mig")
-    slice_uuid = sim.run("out = nvmlDeviceGetUUID(nvmlDeviceGetMigDeviceHandleByIndex(dev(0), 2))")
-    whole_uuid = sim.run("out = nvmlDeviceGetUUID(dev(6))")
+    def uuids():
+        return n.nvmlDeviceGetUUID(mig(0, 2)), n.nvmlDeviceGetUUID(gpu(6))
+
+    def look():
+        def held(call, handle):
+            return [p.usedGpuMemory >> 30 for p in call(handle)]
+
+        plain, mps = n.nvmlDeviceGetComputeRunningProcesses, n.nvmlDeviceGetMPSComputeRunningProcesses
+        return {
+            "7": held(plain, gpu(7)),
+            "6": held(plain, gpu(6)),
+            "6 mps": held(mps, gpu(6)),
+            "slice": [held(plain, mig(0, 2)), n.nvmlDeviceGetMemoryInfo(mig(0, 2)).used >> 30],
+            "parent": [[p.gpuInstanceId, p.computeInstanceId] for p in plain(gpu(0))],
+        }
+
+    slice_uuid, whole_uuid = sim.init("h100x8-mig").run(uuids)
     folder = sim.folder / "processes"
-    (folder / str(os.getpid())).write_text(
-        f"name=vllm serve\ndevice=7\nbytes=1073741824\ndevice={whole_uuid}\nbytes=2G\nkind=mps\ndevice={slice_uuid}\nbytes=3G\n",
-        encoding="utf-8",
-    )
+    lines = ["name=vllm serve", "device=7", "bytes=1073741824", f"device={whole_uuid}", "bytes=2G", "kind=mps"]
+    (folder / str(os.getpid())).write_text("\n".join([*lines, f"device={slice_uuid}", "bytes=3G"]), encoding="utf-8")
     (folder / "4194300").write_text("device=7\nbytes=5G\n", encoding="utf-8")  # no such process
     (folder / "note.txt").write_text("device=7\nbytes=5G\n", encoding="utf-8")
     (folder / str(os.getppid())).write_bytes(b"\xff\x00device\n=\nbytes=\nname\ndevice=99\n")
-    got = sim.run(
-        "m = nvmlDeviceGetMigDeviceHandleByIndex(dev(0), 2); p = nvmlDeviceGetComputeRunningProcesses\n"
-        "out = [[x.usedGpuMemory for x in p(dev(7))], [x.usedGpuMemory for x in p(dev(6))],"
-        " [x.usedGpuMemory for x in nvmlDeviceGetMPSComputeRunningProcesses(dev(6))], [x.pid for x in p(m)],"
-        " [[x.gpuInstanceId, x.computeInstanceId] for x in p(dev(0))], nvmlDeviceGetMemoryInfo(m).used]"
-    )
-    assert got == [[1 << 30], [], [2 << 30], [os.getpid()], [[3, 0]], 3 << 30]
+    assert sim.run(look) == {"7": [1], "6": [], "6 mps": [2], "slice": [[3], 3], "parent": [[3, 0]]}
 
 
 def test_a_pinned_process_needs_no_real_one_and_a_made_up_pid_is_refused(sim):
+    def pids():
+        return [p.pid for p in n.nvmlDeviceGetComputeRunningProcesses(gpu())]
+
     sim.init("l40sx2").tool("process", "add", "--bytes", "100MiB", "--pid", "77777", "--pinned")
-    assert sim.run("out = [x.pid for x in nvmlDeviceGetComputeRunningProcesses(dev())]") == [77777]
+    assert sim.run(pids) == [77777]
     assert "no process 4194300" in sim.tool("process", "add", "--bytes", "1G", "--pid", "4194300", ok=False)
     sim.tool("process", "remove", "1")
-    assert sim.run("out = len(nvmlDeviceGetComputeRunningProcesses(dev()))") == 0
+    assert sim.run(pids) == []
 
 
 # ---- faults -----------------------------------------------------------------------------------
 
 
 def test_a_fault_hits_its_call_on_its_device_only(sim):
-    sim.init("l40sx2").tool("fault", "add", "--call", "nvmlDeviceGetMemoryInfo", "--device", "1", "--code", "999")
-    read = "out = [code(mem, dev(0)), code(mem, dev(1)), code(nvmlDeviceGetMemoryInfo, dev(1)), code(nvmlDeviceGetName, dev(1))]"
-    assert sim.run(read) == [0, 999, 999, 0]  # both versions of the call
+    def look():
+        other = [code(memory, gpu(0)), code(n.nvmlDeviceGetName, gpu(1))]
+        return [other, [code(memory, gpu(1)), code(n.nvmlDeviceGetMemoryInfo, gpu(1))]]
+
+    sim.init("l40sx2").fault("--call", "nvmlDeviceGetMemoryInfo", "--device", "1", "--code", "999")
+    assert sim.run(look) == [[0, 0], [999, 999]]  # both versions of the call
     sim.tool("fault", "clear")
-    assert sim.run(read) == [0, 0, 0, 0]
+    assert sim.run(look) == [[0, 0], [0, 0]]
 
 
 def test_a_lost_gpu_fails_in_every_call_and_leaves_the_others_alone(sim):
+    def find():
+        return [n.nvmlDeviceGetCount(), code(gpu, 0), code(gpu, 1)]
+
+    def lose():
+        handle = gpu(1)
+        with open(os.environ["GPUSIM_STATE"], "a") as state:
+            state.write("gpu.1.lost=15\n")
+        return [code(n.nvmlDeviceGetName, handle), code(memory, handle), code(n.nvmlDeviceGetName, gpu(0))]
+
     sim.init("l40sx2").tool("set", "gpu.1.lost", "15")
-    assert sim.run("out = [nvmlDeviceGetCount(), code(dev, 0), code(dev, 1)]") == [2, 0, 15]
+    assert sim.run(find) == [2, 0, 15]
     sim.tool("set", "gpu.1.lost", "--unset")
-    got = sim.run(
-        "h = dev(1); import re; s = open(os.environ['GPUSIM_STATE']).read(); open(os.environ['GPUSIM_STATE'], 'a').write("
-        "'gpu.1.lost=15\\n')\nout = [code(nvmlDeviceGetName, h), code(mem, h), code(nvmlDeviceGetName, dev(0))]"
-    )
-    assert got == [15, 15, 0]
+    assert sim.run(lose) == [15, 15, 0]  # with a handle from before
 
 
 def test_faults_by_count(sim):
-    sim.init("l40sx2")
-    sim.tool("fault", "add", "--call", "nvmlDeviceGetName", "--code", "10", "--nth", "2")
-    assert sim.run("h = dev(); out = [code(nvmlDeviceGetName, h) for i in range(3)]") == [0, 10, 0]
+    def three():
+        handle = gpu()
+        return [code(n.nvmlDeviceGetName, handle) for _ in range(3)]
+
+    def one():
+        return code(n.nvmlDeviceGetName, gpu())
+
+    name = ("--call", "nvmlDeviceGetName", "--code", "10")
+    sim.init("l40sx2").fault(*name, "--nth", "2")
+    assert sim.run(three) == sim.run(three) == [0, 10, 0]  # counted in each process
     sim.tool("fault", "clear")
-    sim.tool("fault", "add", "--call", "nvmlDeviceGetName", "--code", "10", "--times", "2")
-    assert sim.run("h = dev(); out = code(nvmlDeviceGetName, h)") == 10
-    assert sim.run("h = dev(); out = [code(nvmlDeviceGetName, h) for i in range(2)]") == [10, 0]  # counted on the host
+    sim.fault(*name, "--times", "2")
+    assert sim.run(one) == 10
+    assert sim.run(three) == [10, 0, 0]  # counted on the host
 
 
 def test_setters_can_lie_and_can_do_their_work_and_still_fail(sim):
+    def change():
+        set_mode, get_mode = n.nvmlDeviceSetPersistenceMode, n.nvmlDeviceGetPersistenceMode
+        return [[code(set_mode, gpu(index), 1), get_mode(gpu(index))] for index in (0, 1)]
+
     sim.init("l40sx2")
-    sim.tool("fault", "add", "--call", "nvmlDeviceSetPersistenceMode", "--device", "0", "--silent")
-    sim.tool("fault", "add", "--call", "nvmlDeviceSetPersistenceMode", "--device", "1", "--late-code", "999")
-    got = sim.run(
-        "out = [[code(nvmlDeviceSetPersistenceMode, dev(i), 1), nvmlDeviceGetPersistenceMode(dev(i))] for i in (0, 1)]"
-    )
-    assert got == [[0, 0], [999, 1]]
+    sim.fault("--call", "nvmlDeviceSetPersistenceMode", "--device", "0", "--silent")
+    sim.fault("--call", "nvmlDeviceSetPersistenceMode", "--device", "1", "--late-code", "999")
+    assert sim.run(change) == [[0, 0], [999, 1]]
 
 
 def test_a_delay_holds_the_call_up(sim):
-    sim.init("l40sx2").tool("fault", "add", "--call", "nvmlDeviceGetName", "--delay-ms", "300")
-    got = sim.run("import time; h = dev(); t = time.monotonic(); nvmlDeviceGetName(h); out = time.monotonic() - t")
-    assert 0.3 <= got < 3
+    def measure():
+        handle, began = gpu(), time.monotonic()
+        n.nvmlDeviceGetName(handle)
+        return time.monotonic() - began
+
+    sim.init("l40sx2").fault("--call", "nvmlDeviceGetName", "--delay-ms", "300")
+    assert 0.3 <= sim.run(measure) < 3
 
 
 @pytest.mark.parametrize("call", ["nvmlInit", "nvmlDeviceGetTemperatureV"])
 def test_a_hang_holds_the_global_lock_for_ever(sim, call):
-    sim.init("l40sx2").tool("fault", "add", "--call", call, "--hang")
-    child = sim.start(
-        "import threading, time\n"
-        + ("nvmlInit(); h = dev()\n" if call != "nvmlInit" else "_ = nvmlInitWithFlags\n")
-        + f"f = {'nvmlInit' if call == 'nvmlInit' else 'lambda: nvmlDeviceGetTemperatureV(h, 0)'}\n"
-        "threading.Thread(target=f, daemon=True).start(); print('ready', flush=True); time.sleep(0.2)\n"
-        "out = code(nvmlShutdown)"
-    )
-    assert child.stdout is not None and child.stdout.readline() == "ready\n"
-    with pytest.raises(subprocess.TimeoutExpired):
-        child.wait(timeout=0.6)
+    def hang(name):
+        import threading
+
+        n.nvmlInitWithFlags(0) if name != "nvmlInit" else n._LoadNvmlLibrary()
+        action = n.nvmlInit if name == "nvmlInit" else lambda: n.nvmlDeviceGetTemperatureV(gpu(), 0)
+        threading.Thread(target=action, daemon=True).start()
+        time.sleep(0.2)
+        print("ready", flush=True)
+        n.nvmlShutdown()  # of this thread: never comes back
+        print("came back", flush=True)
+
+    sim.init("l40sx2").fault("--call", call, "--hang")
+    child = sim.start(hang, call, init=False)
+    wait_ready(child)
+    assert still_runs(child, 0.5)
     child.terminate()
-    assert child.wait(timeout=5) == -signal.SIGTERM
-    child.communicate()
+    assert child.communicate(timeout=5)[0] == ""
+    assert child.returncode == -signal.SIGTERM
+
+
+def start_nvml():
+    print("ready", flush=True)
+    n.nvmlInit()
 
 
 def test_a_stubborn_hang_ends_by_sigkill_only(sim):
-    sim.init("l40sx2").tool("fault", "add", "--call", "nvmlInit", "--hang", "stubborn")
-    child = sim.start("print('ready', flush=True); out = nvmlInit()")
-    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    sim.init("l40sx2").fault("--call", "nvmlInit", "--hang", "stubborn")
+    child = sim.start(start_nvml, init=False)
+    wait_ready(child)
     time.sleep(0.2)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
         child.send_signal(number)
-    with pytest.raises(subprocess.TimeoutExpired):
-        child.wait(timeout=0.3)
+    assert still_runs(child, 0.3)
     child.kill()
-    assert child.wait(timeout=5) == -signal.SIGKILL
-    child.communicate()
+    child.communicate(timeout=5)
+    assert child.returncode == -signal.SIGKILL
 
 
+@pytest.mark.skipif(
+    not os.access("/sys/fs/cgroup/freezer/cgroup.procs", os.W_OK), reason="needs root and a cgroup v1 freezer"
+)
 def test_an_unkillable_hang_outlives_sigkill_until_it_is_thawed(sim):
-    if not os.access("/sys/fs/cgroup/freezer/cgroup.procs", os.W_OK):
-        pytest.skip("needs root and a cgroup v1 freezer")
-    sim.init("l40sx2").tool("fault", "add", "--call", "nvmlInit", "--hang", "unkillable")
-    child = sim.start("print('ready', flush=True); out = nvmlInit()")
-    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    sim.init("l40sx2").fault("--call", "nvmlInit", "--hang", "unkillable")
+    child = sim.start(start_nvml, init=False)
+    wait_ready(child)
     time.sleep(0.3)
     child.kill()
-    with pytest.raises(subprocess.TimeoutExpired):
-        child.wait(timeout=0.5)
+    assert still_runs(child, 0.5)
     assert f"gpusim-{child.pid}" in sim.tool("thaw")
-    assert child.wait(timeout=5) == -signal.SIGKILL
-    child.communicate()
+    child.communicate(timeout=5)
+    assert child.returncode == -signal.SIGKILL
 
 
 def test_a_crash_aborts_the_calling_process(sim):
-    sim.init("l40sx2").tool("fault", "add", "--call", "nvmlDeviceGetUUID", "--crash")
-    child = sim.start(INIT + "out = nvmlDeviceGetUUID(dev())")
+    def crash():
+        return n.nvmlDeviceGetUUID(gpu())
+
+    sim.init("l40sx2").fault("--call", "nvmlDeviceGetUUID", "--crash")
+    child = sim.start(crash)
     child.communicate(timeout=20)
     assert child.returncode == -signal.SIGABRT
 
@@ -395,152 +545,228 @@ def test_a_crash_aborts_the_calling_process(sim):
 
 
 def test_mig_instances_from_mode_to_slice_and_back(sim):
-    got = sim.init("h100x8").run(
-        "h = dev(); steps = []\n"
-        "steps.append([code(nvmlDeviceGetGpuInstanceRemainingCapacity, h, 9), nvmlDeviceSetMigMode(h, 1), nvmlDeviceGetMigMode(h)])\n"
-        "info = nvmlDeviceGetGpuInstanceProfileInfo(h, NVML_GPU_INSTANCE_PROFILE_3_SLICE)\n"
-        "steps.append([info.id, info.name, info.memorySizeMB, info.instanceCount, info.sliceCount])\n"
-        "n = ctypes.c_uint(0); nvmlDeviceGetGpuInstancePossiblePlacements(h, info.id, None, ctypes.byref(n))\n"
-        "room = (c_nvmlGpuInstancePlacement_t * n.value)(); nvmlDeviceGetGpuInstancePossiblePlacements(h, info.id, room, ctypes.byref(n))\n"
-        "steps.append([[p.start, p.size] for p in room])\n"
-        "place = c_nvmlGpuInstancePlacement_t(0, 4); g = nvmlDeviceCreateGpuInstanceWithPlacement(h, info.id, ctypes.byref(place))\n"
-        "small = nvmlDeviceCreateGpuInstance(h, 19); i = nvmlGpuInstanceGetInfo(small)\n"
-        "steps.append([nvmlDeviceGetGpuInstanceRemainingCapacity(h, 9), nvmlDeviceGetGpuInstanceRemainingCapacity(h, 19), i.placement.start])\n"
-        "steps.append([code(nvmlDeviceCreateGpuInstance, h, 0), code(nvmlDeviceCreateGpuInstance, h, 77)])\n"
-        "c = nvmlGpuInstanceCreateComputeInstance(g, NVML_COMPUTE_INSTANCE_PROFILE_3_SLICE)\n"
-        "m = nvmlDeviceGetMigDeviceHandleByIndex(h, 0); a = nvmlDeviceGetAttributes(m)\n"
-        "steps.append([nvmlDeviceGetName(m), nvmlDeviceIsMigDeviceHandle(m).value, nvmlDeviceGetMemoryInfo(m).total >> 20,"
-        " [a.gpuInstanceSliceCount, a.multiprocessorCount], nvmlDeviceGetIndex(nvmlDeviceGetDeviceHandleFromMigDeviceHandle(m))])\n"
-        "uuid = nvmlDeviceGetUUID(m); same = nvmlDeviceGetHandleByUUID(uuid.encode())\n"
-        "steps.append([nvmlDeviceGetGpuInstanceId(same) == nvmlGpuInstanceGetInfo(g).id, code(nvmlDeviceGetPowerUsage, m),"
-        " code(nvmlDeviceGetMigDeviceHandleByIndex, h, 1)])\n"
-        "steps.append([code(nvmlGpuInstanceDestroy, g), code(nvmlDeviceSetMigMode, h, 0), code(nvmlComputeInstanceDestroy, c),"
-        " code(nvmlDeviceGetName, m), code(nvmlGpuInstanceDestroy, g), code(nvmlGpuInstanceDestroy, small),"
-        " nvmlDeviceSetMigMode(h, 0), nvmlDeviceGetMigMode(h)])\n"
-        "out = steps"
-    )
-    assert got == [
-        [3, 0, [1, 1]],
-        [9, "MIG 3g.40gb", 40448, 2, 3],
-        [[0, 4], [4, 4]],
-        [0, 2, 6],
-        [23, 2],
-        ["NVIDIA H100 80GB HBM3 MIG 3g.40gb", 1, 40448, [3, 60], 0],
-        [True, 2, 6],
-        [19, 19, 0, 2, 0, 0, 0, [0, 0]],
-    ]
+    def act():
+        handle, steps = gpu(), {}
+
+        def room(profile_id):
+            return n.nvmlDeviceGetGpuInstanceRemainingCapacity(handle, profile_id)
+
+        steps["off"] = code(room, 9)
+        steps["on"] = [n.nvmlDeviceSetMigMode(handle, 1), n.nvmlDeviceGetMigMode(handle)]
+        info = n.nvmlDeviceGetGpuInstanceProfileInfo(handle, n.NVML_GPU_INSTANCE_PROFILE_3_SLICE)
+        steps["profile"] = [info.id, info.name, info.memorySizeMB, info.instanceCount, info.sliceCount]
+        count = ctypes.c_uint(0)
+        n.nvmlDeviceGetGpuInstancePossiblePlacements(handle, info.id, None, ctypes.byref(count))
+        places = (n.c_nvmlGpuInstancePlacement_t * count.value)()
+        n.nvmlDeviceGetGpuInstancePossiblePlacements(handle, info.id, places, ctypes.byref(count))
+        steps["placements"] = [[place.start, place.size] for place in places]
+
+        first = n.c_nvmlGpuInstancePlacement_t(0, 4)
+        big = n.nvmlDeviceCreateGpuInstanceWithPlacement(handle, info.id, ctypes.byref(first))
+        small = n.nvmlDeviceCreateGpuInstance(handle, 19)
+        steps["room left"] = [room(9), room(19), n.nvmlGpuInstanceGetInfo(small).placement.start]
+        create = n.nvmlDeviceCreateGpuInstance
+        steps["refused"] = [code(create, handle, 0), code(create, handle, 77)]
+
+        compute = n.nvmlGpuInstanceCreateComputeInstance(big, n.NVML_COMPUTE_INSTANCE_PROFILE_3_SLICE)
+        device = mig(0, 0)
+        attributes = n.nvmlDeviceGetAttributes(device)
+        parent = n.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device)
+        steps["slice"] = [
+            n.nvmlDeviceGetName(device),
+            n.nvmlDeviceIsMigDeviceHandle(device).value,
+            n.nvmlDeviceGetMemoryInfo(device).total >> 20,
+            [attributes.gpuInstanceSliceCount, attributes.multiprocessorCount],
+            n.nvmlDeviceGetIndex(parent),
+        ]
+        same = n.nvmlDeviceGetHandleByUUID(n.nvmlDeviceGetUUID(device).encode())
+        steps["by uuid"] = n.nvmlDeviceGetGpuInstanceId(same) == n.nvmlGpuInstanceGetInfo(big).id
+        steps["not there"] = [code(n.nvmlDeviceGetPowerUsage, device), code(mig, 0, 1)]
+
+        steps["in use"] = [code(n.nvmlGpuInstanceDestroy, big), code(n.nvmlDeviceSetMigMode, handle, 0)]
+        n.nvmlComputeInstanceDestroy(compute)
+        steps["gone"] = code(n.nvmlDeviceGetName, device)
+        n.nvmlGpuInstanceDestroy(big)
+        n.nvmlGpuInstanceDestroy(small)
+        steps["off again"] = [n.nvmlDeviceSetMigMode(handle, 0), n.nvmlDeviceGetMigMode(handle)]
+        return steps
+
+    assert sim.init("h100x8").run(act) == {
+        "off": 3,
+        "on": [0, [1, 1]],
+        "profile": [9, "MIG 3g.40gb", 40448, 2, 3],
+        "placements": [[0, 4], [4, 4]],
+        "room left": [0, 2, 6],
+        "refused": [23, 2],
+        "slice": ["NVIDIA H100 80GB HBM3 MIG 3g.40gb", 1, 40448, [3, 60], 0],
+        "by uuid": True,
+        "not there": [2, 6],
+        "in use": [19, 19],
+        "gone": 2,
+        "off again": [0, [0, 0]],
+    }
+    assert not sim.keys("gpu.*.gi.*")
 
 
 def test_a_partitioned_profile_has_the_uuids_that_creating_the_same_slices_gives(sim):
-    listing = "out = [nvmlDeviceGetUUID(nvmlDeviceGetMigDeviceHandleByIndex(dev(2), i)) for i in range(2)]"
-    before = sim.init("h100x8-mig").run(listing)
-    after = sim.run(
-        "h = dev(2)\n"
-        "for k in (2, 1):\n"
-        "    g = nvmlDeviceGetGpuInstanceById(h, k); nvmlComputeInstanceDestroy(nvmlGpuInstanceGetComputeInstanceById(g, 0)); nvmlGpuInstanceDestroy(g)\n"
-        "for k in (0, 4):\n"
-        "    p = c_nvmlGpuInstancePlacement_t(k, 4); g = nvmlDeviceCreateGpuInstanceWithPlacement(h, 9, ctypes.byref(p))\n"
-        "    nvmlGpuInstanceCreateComputeInstance(g, 2)\n" + listing
-    )
-    assert len(set(before)) == 2 and before == after
+    def uuids():
+        return [n.nvmlDeviceGetUUID(mig(2, index)) for index in range(2)]
+
+    def recreate():
+        handle = gpu(2)
+        for number in (2, 1):
+            instance = n.nvmlDeviceGetGpuInstanceById(handle, number)
+            n.nvmlComputeInstanceDestroy(n.nvmlGpuInstanceGetComputeInstanceById(instance, 0))
+            n.nvmlGpuInstanceDestroy(instance)
+        for start in (0, 4):
+            place = n.c_nvmlGpuInstancePlacement_t(start, 4)
+            instance = n.nvmlDeviceCreateGpuInstanceWithPlacement(handle, 9, ctypes.byref(place))
+            n.nvmlGpuInstanceCreateComputeInstance(instance, n.NVML_COMPUTE_INSTANCE_PROFILE_3_SLICE)
+
+    before = sim.init("h100x8-mig").run(uuids)
+    sim.run(recreate)
+    assert len(set(before)) == 2
+    assert sim.run(uuids) == before
 
 
 def test_mig_mode_waits_for_the_clients_of_the_gpu(sim):
+    def switch(index):
+        return [n.nvmlDeviceSetMigMode(gpu(index), 1), n.nvmlDeviceGetMigMode(gpu(index))]
+
     sim.init("a100x4-40gb").tool("process", "add", "--bytes", "1G", "--pinned")
-    got = sim.run("h = dev(); out = [nvmlDeviceSetMigMode(h, 1), nvmlDeviceGetMigMode(h)]")
-    assert got == [19, [0, 1]]  # in use: pending only
-    sim.tool("set", "gpu.1.mig.activation", "16")
-    assert sim.run("h = dev(1); out = [nvmlDeviceSetMigMode(h, 1), nvmlDeviceGetMigMode(h)]") == [16, [0, 1]]
+    assert sim.run(switch, 0) == [19, [0, 1]]  # in use: pending only
+    sim.tool("set", "gpu.1.mig.activation", "16")  # a virtual machine: reset required
+    assert sim.run(switch, 1) == [16, [0, 1]]
 
 
 # ---- the interface itself ---------------------------------------------------------------------
 
 
 def test_every_exported_function_is_one_that_pynvml_calls_or_an_older_version_of_it():
-    listed = subprocess.run(
-        ["nm", "-D", "--defined-only", BUILD / "libnvidia-ml.so.1"], capture_output=True, text=True, check=True
-    )
-    symbols = {line.split()[-1] for line in listed.stdout.splitlines() if "asan" not in line}
-    source = (PYNVML / "pynvml.py").read_text(encoding="utf-8")
-    older = {
-        "nvmlInit",
-        "nvmlInit_v2",
-        "nvmlDeviceGetCount",
-        "nvmlDeviceGetHandleByIndex",
-        "nvmlDeviceGetHandleByPciBusId",
-    }
-    assert {name for name in symbols - older if f'"{name}"' not in source} == set()
+    command = ["nm", "-D", "--defined-only", str(BUILD / "libnvidia-ml.so.1")]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    symbols = {line.split()[-1] for line in listed.splitlines() if "asan" not in line}
+    source = PYNVML.read_text(encoding="utf-8")
+    by_index = {"nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetHandleByPciBusId"}
+    assert {name for name in symbols if f'"{name}"' not in source} == {"nvmlInit", "nvmlInit_v2", *by_index}
     assert len(symbols) > 140
 
 
 def test_wrong_struct_versions_and_short_buffers_are_refused(sim):
-    got = sim.init("l40sx2").run(
-        "h = dev(); lib = ctypes.CDLL('libnvidia-ml.so.1'); buffer = ctypes.create_string_buffer(4)\n"
-        "m = c_nvmlMemory_v2_t(); m.version = 0x02000029\n"
-        "one = ctypes.c_uint(1); clocks = ctypes.c_uint()\n"
-        "out = [lib.nvmlDeviceGetMemoryInfo_v2(h, ctypes.byref(m)), lib.nvmlDeviceGetName(h, buffer, 4), buffer.raw == bytes(4),"
-        " lib.nvmlDeviceGetMemoryInfo(h, None), lib.nvmlDeviceGetSupportedMemoryClocks(h, ctypes.byref(one), ctypes.byref(clocks)), one.value]"
-    )
-    assert got == [25, 7, True, 2, 7, 2]
+    def call():
+        handle, library, ref = gpu(), ctypes.CDLL("libnvidia-ml.so.1"), ctypes.byref
+        short, clock, count = ctypes.create_string_buffer(4), ctypes.c_uint(), ctypes.c_uint(1)
+        info = n.c_nvmlMemory_v2_t()
+        info.version = n.nvmlMemory_v2 + 1
+        return [
+            library.nvmlDeviceGetMemoryInfo_v2(handle, ref(info)),
+            library.nvmlDeviceGetMemoryInfo(handle, None),
+            [library.nvmlDeviceGetName(handle, short, 4), short.raw == bytes(4)],
+            [library.nvmlDeviceGetSupportedMemoryClocks(handle, ref(count), ref(clock)), count.value],
+        ]
+
+    assert sim.init("l40sx2").run(call) == [25, 2, [7, True], [7, 2]]
 
 
 def test_calls_before_init_and_after_shutdown_are_refused(sim):
-    sim.init("l40sx2")
-    child = sim.start("nvmlInit(); h = dev(); nvmlShutdown(); out = [code(nvmlDeviceGetName, h), code(nvmlShutdown)]")
-    assert json.loads(child.communicate(timeout=20)[0]) == [1, 1]
+    def call():
+        n._LoadNvmlLibrary()
+        before = code(n.nvmlDeviceGetCount)
+        n.nvmlInit()
+        handle = gpu()
+        n.nvmlShutdown()
+        return [before, code(n.nvmlDeviceGetName, handle), code(n.nvmlShutdown)]
+
+    assert sim.init("l40sx2").run(call, init=False) == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
     ("content", "expected"), [(None, 9), (b"profile\n", 999), (b"a=b\n=c\n", 999), (b"a=\x00b\n", 999)]
 )
 def test_a_bad_state_file_is_an_nvml_error_that_names_the_line(sim, content, expected):
+    def call():
+        return code(n.nvmlInit)
+
     if content is not None:
         sim.state.write_bytes(content)
-    child = sim.start("out = code(nvmlInit)")
+    child = sim.start(call, init=False)
     stdout, stderr = child.communicate(timeout=20)
     assert (child.returncode, stdout.strip()) == (0, str(expected))
     assert content is None or "not a key=value line" in stderr
 
 
 def test_no_content_of_the_state_crashes_a_reader(sim):
+    def read_junk(rounds):
+        import inspect
+        import random
+
+        path = os.environ["GPUSIM_STATE"]
+        with open(path) as file:
+            good = file.read().splitlines()
+        junk = [
+            "",
+            "!",
+            "!3",
+            "-1",
+            "x" * 300,
+            "9" * 20,
+            "0,0",
+            ",,,,",
+            "1;2;;",
+            "0-99999",
+            "!999",
+            "1,1,MIG-",
+            str(2**32 - 1),
+        ]
+        getters = []
+        for name, function in sorted(vars(n).items()):
+            # that one makes pynvml ask for a list of as many pids as the (junk) buffer size says
+            if name.startswith("nvmlDeviceGet") and "HandleBy" not in name and name != "nvmlDeviceGetAccountingPids":
+                needed = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+                getters += [function] if len(needed) == 1 else []
+        calls = 0
+        for seed in range(rounds):
+            random.seed(seed)
+            lines = []
+            for line in good:
+                spoil = random.random() < 0.3 and not line.startswith("system.gpus")
+                if random.random() > 0.05:
+                    lines.append(line.split("=")[0] + "=" + random.choice(junk) if spoil else line)
+            with open(path + ".new", "w") as file:
+                file.write("\n".join(lines) + "\n")
+            os.replace(path + ".new", path)
+            for index in range(4):
+                handles = []
+                for find in [lambda i=index: gpu(i), *(lambda i=index, k=k: mig(i, k) for k in range(7))]:
+                    if code(find) == 0:
+                        handles.append(find())
+                for handle in handles:
+                    for getter in getters:
+                        code(getter, handle)
+                        calls += 1
+                    for link in range(20):
+                        code(n.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
+                    for profile in range(18):
+                        code(n.nvmlDeviceGetGpuInstanceProfileInfo, handle, profile)
+                    code(memory, handle)
+                    code(n.nvmlDeviceGetCpuAffinity, handle, 2)
+                    code(n.nvmlDeviceGetFieldValues, handle, list(range(1, 240)))
+                    code(n.nvmlDeviceCreateGpuInstance, handle, 19)
+        return calls
+
     sim.init("h100x8-mig")
     (sim.folder / "processes" / str(os.getpid())).write_text("device=0\nbytes=1G\n", encoding="utf-8")
-    got = sim.run(
-        "import inspect, os, random\n"
-        "path = os.environ['GPUSIM_STATE']; good = open(path).read().splitlines(); calls = 0\n"
-        "getters = [f for n, f in sorted(globals().items()) if n.startswith('nvmlDeviceGet') and callable(f)\n"
-        "  and len([p for p in inspect.signature(f).parameters.values() if p.default is p.empty]) == 1 and 'HandleBy' not in n and n != 'nvmlDeviceGetAccountingPids']\n"
-        "junk = ['', '!', '!3', '-1', 'x' * 300, '99999999999999999999', '0,0', ',,,,', '1;2;;', '0-99999', '!999', '1,1,MIG-', '4294967295']\n"
-        "for seed in range(15):\n"
-        "    r = random.Random(seed); lines = [l.split('=', 1)[0] + '=' + r.choice(junk) if r.random() < 0.3 and not l.startswith('system.gpus')\n"
-        "      else l for l in good if r.random() > 0.05]\n"
-        "    open(path + '.new', 'w').write('\\n'.join(lines) + '\\n'); os.replace(path + '.new', path)\n"
-        "    for i in range(4):\n"
-        "        try: handles = [dev(i)]\n"
-        "        except NVMLError: continue\n"
-        "        for k in range(7):\n"
-        "            try: handles.append(nvmlDeviceGetMigDeviceHandleByIndex(handles[0], k))\n"
-        "            except NVMLError: pass\n"
-        "        for h in handles:\n"
-        "            for f in getters: code(f, h); calls += 1\n"
-        "            for link in range(20): code(nvmlDeviceGetNvLinkRemotePciInfo, h, link)\n"
-        "            code(mem, h); code(nvmlDeviceGetCpuAffinity, h, 2); code(nvmlDeviceGetFieldValues, h, list(range(1, 240)))\n"
-        "            for p in range(18): code(nvmlDeviceGetGpuInstanceProfileInfo, h, p)\n"
-        "            code(nvmlDeviceCreateGpuInstance, h, 19)\n"
-        "out = calls"
-    )
-    assert got > 5000
+    assert sim.run(read_junk, 15) > 5000
 
 
 # ---- the tool ---------------------------------------------------------------------------------
 
 
 def test_a_host_gets_library_stand_ins_and_unit_and_loses_them_again(tmp_path):
-    def tool(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-S", str(HERE / "gpusim.py"), "--root", str(tmp_path), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+    def tool(*words: str) -> None:
+        subprocess.run([sys.executable, "-S", str(HERE / "gpusim.py"), "--root", str(tmp_path), *words], check=True)
 
-    assert tool("init", "--profile", "h100x8-mig").returncode == 0
+    tool("init", "--profile", "h100x8-mig")
     tree = tmp_path / "var/lib/gpusim/root"
     device = tree / "sys/bus/pci/devices/0000:9d:00.0"
     names = ("vendor", "device", "class", "numa_node")
@@ -556,15 +782,34 @@ def test_a_host_gets_library_stand_ins_and_unit_and_loses_them_again(tmp_path):
     access = (tree / "proc/driver/nvidia/capabilities/gpu0/mig/gi1/ci0/access").read_text()
     assert f"nvidia-caps/nvidia-cap{access.split()[1]}" in nodes
 
-    assert tool("set", "gpu.3.pci.gone", "1").returncode == 0  # fell off the bus
+    tool("set", "gpu.3.pci.gone", "1")  # fell off the bus
     assert not (tree / "sys/bus/pci/devices/0000:61:00.0").exists()
-    assert tool("init", "--profile", "no-driver").returncode == 0
+    tool("init", "--profile", "no-driver")
     assert not library.exists() and not any((tree / "proc/driver").iterdir())
     assert not (tree / "sys/module/nvidia").exists() and not (tree / "dev.list").read_text()
     assert sorted(p.name for p in (tree / "sys/bus/pci/devices").iterdir()) == ["0000:17:00.0", "0000:ca:00.0"]
 
-    assert tool("uninstall").returncode == 0
-    assert [p for p in tmp_path.rglob("*") if not p.is_dir()] == []
+    tool("uninstall")
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
+
+
+@pytest.mark.parametrize("profile", sorted(path.stem for path in (HERE / "profiles").glob("*.json")))
+def test_every_profile_is_complete(profile, tmp_path, monkeypatch):
+    """Each lays down, reboots and lists; every model names where its figures come from."""
+    monkeypatch.syspath_prepend(str(HERE))
+    import gpusim
+    import standins
+
+    values = gpusim.state_of_profile(profile, "test", "real")
+    gpus = standins.indices(values, "gpu")
+    assert len(gpus) == int(values["system.gpus"])
+    assert len({values[f"gpu.{i}.pci.address"] for i in gpus}) == len(gpus)
+    gpusim.after_reboot(values)
+    standins.write_tree(tmp_path, values)
+    loaded = values["system.driver_loaded"] == "1"
+    assert len(standins.device_nodes(values)) >= (len(gpus) + 4 if loaded else 0)
+    for entry in json.loads((HERE / "profiles" / f"{profile}.json").read_text(encoding="utf-8"))["gpus"]:
+        assert json.loads((HERE / "models" / f"{entry['model']}.json").read_text(encoding="utf-8"))["_source"]
 
 
 def test_mistakes_are_answered_with_what_would_work(sim):
@@ -579,17 +824,18 @@ def test_mistakes_are_answered_with_what_would_work(sim):
 def test_hosts_differ_in_uuids_and_a_host_keeps_its_own(sim):
     one = sim.init("h100x8").keys("gpu.*.uuid")
     again = sim.init("h100x8").keys("gpu.*.uuid")
-    sim.tool("init", "--profile", "h100x8", "--seed", "other", "--state-only")
-    other = sim.keys("gpu.*.uuid")
-    assert len(set(one.values())) == 8 and one == again
+    other = sim.init("h100x8", "--seed", "other").keys("gpu.*.uuid")
+    assert len(set(one.values())) == 8
+    assert one == again
     assert not set(one.values()) & set(other.values())
 
 
 def test_affinities_name_processors_that_this_machine_has(sim):
+    def masks():
+        return [list(n.nvmlDeviceGetCpuAffinity(gpu(index), 4)) for index in (0, 7)]
+
     online = os.sched_getaffinity(0)
-    masks = sim.init("h100x8").run("out = [list(nvmlDeviceGetCpuAffinity(dev(i), 4)) for i in (0, 7)]")
-    for words in masks:
+    for words in sim.init("h100x8").run(masks):
         cpus = {64 * w + bit for w, word in enumerate(words) for bit in range(64) if word >> bit & 1}
         assert cpus and cpus <= online
-    sim.tool("init", "--profile", "h100x8", "--cpus", "profile", "--state-only")
-    assert sim.keys("gpu.7.cpus") == {"gpu.7.cpus": "56-111,168-223"}
+    assert sim.init("h100x8", "--cpus", "profile").keys("gpu.7.cpus") == {"gpu.7.cpus": "56-111,168-223"}
