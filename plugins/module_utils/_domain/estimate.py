@@ -1,43 +1,36 @@
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""What one instance needs on its devices: the planner's view of the memory model. Private to gpufleet.inference."""
+"""What one instance needs on its devices: the planner's view of the memory model. Private to gpufleet.inference.
+
+``memory.budget`` knows the terms; here they are sorted into what the engine's utilisation counts and what lies beside
+it, figures of earlier starts take the place of modelled ones, and equal questions are answered once per process.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Any, Dict, Mapping, Optional, Tuple
+from dataclasses import dataclass, replace
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain import memory, weights
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.kvcache import (
     Capacity,
     KvLayout,
     Settings,
     check_parallel,
-    layout,
 )
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.memory import Term
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.placement import Device, Refusal
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.releases import Release
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.shape import Shape, parse_shape
-from ansible_collections.gpufleet.inference.plugins.module_utils._domain.units import GIB
 
-
-@dataclass(frozen=True)
-class Term:
-    """A part of the budget: bytes, where the figure comes from, and its band."""
-
-    bytes: int
-    source: str
-    low: int
-    high: int
-
-    def plain(self) -> Dict[str, Any]:
-        """As the plan shows it."""
-        return {"bytes": self.bytes, "source": self.source, "low": self.low, "high": self.high}
-
-    def __add__(self, other: Term) -> Term:
-        source = self.source if self.source == other.source else "modelled"
-        return Term(self.bytes + other.bytes, source, self.low + other.low, self.high + other.high)
+Profiles = Tuple[Optional[Mapping[str, Any]], Optional[Mapping[str, Any]]]
+NO_PROFILES: Profiles = (None, None)
+# Answers kept per process, a fleet of many kinds of hosts included.
+MODELS_KEPT = 256
+ESTIMATES_KEPT = 4096
+LORA_ELEMENT = 2  # adapters are kept in 16 bits
 
 
 def exact(size: int) -> Term:
@@ -45,25 +38,34 @@ def exact(size: int) -> Term:
     return Term(size, "exact", size, size)
 
 
-def modelled(size: float, error: float) -> Term:
-    """A term with a relative error on both sides."""
-    return Term(int(size), "modelled", int(size * (1 - error)), int(size * (1 + error)))
-
-
 ZERO = exact(0)
+
+
+def total(*terms: Term) -> Term:
+    """Several terms as one; the ends of the band are added, which is never too narrow."""
+    sources = {term.source for term in terms if term.bytes} or {"exact"}
+    return Term(
+        sum(term.bytes for term in terms),
+        sources.pop() if len(sources) == 1 else "modelled",
+        sum(term.low for term in terms),
+        sum(term.high for term in terms),
+    )
 
 
 @dataclass(frozen=True)
 class Need:
     """What one rank needs without its KV cache, and the size of its blocks.
 
-    ``inside`` is the part that the engine's utilisation counts, ``outside`` the rest.
+    ``inside`` is the part that the engine's utilisation counts, ``outside`` the rest: the context and the graphs (with a
+    cache in bytes no release takes them off, and before that lever none did). ``non_torch`` holds the CUDA context,
+    communication buffers and what grows outside torch's allocator.
     """
 
     weights: Term
     activation: Term
     non_torch: Term
     graphs: Term
+    context: Term
     inside: Term
     outside: Term
     block_bytes: int
@@ -91,6 +93,7 @@ class Estimate:
     needs: Tuple[Need, ...]
     tensor: int
     layout: KvLayout
+    estimated: bool = False
     notes: Tuple[str, ...] = ()
 
     def need(self, rank: int) -> Need:
@@ -99,7 +102,7 @@ class Estimate:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block on the rank where it is largest."""
+        """Bytes of one block on the rank where it is largest; 0 for a model without a KV cache."""
         return max(need.block_bytes for need in self.needs)
 
     def blocks(self, length: int) -> int:
@@ -120,6 +123,7 @@ class Model:
     facts: Mapping[str, Any]
     shape: Optional[Shape]
     problem: str = ""
+    size: int = 0
 
     @classmethod
     def of(cls, name: str, facts: Mapping[str, Any]) -> Model:
@@ -127,12 +131,13 @@ class Model:
         digest = facts.get("digest")
         key = str(digest) if digest else json.dumps([facts.get("config"), facts.get("weights")], sort_keys=True)
         found = _MODELS.get(key)
-        if found is None or found.facts.get("path") != facts.get("path"):
+        if found is None:
             try:
-                found = cls(name, key, facts, parse_shape(facts.get("config") or {}))
+                shape = parse_shape(facts.get("config") or {})
+                found = cls(name, key, facts, shape, "", weights.rank_weights(shape, facts).bytes)
             except FleetError as error:
                 found = cls(name, key, facts, None, f"{error.message} {error.hint}".strip())
-            if len(_MODELS) > MODELS_KEPT:
+            if len(_MODELS) >= MODELS_KEPT:
                 _MODELS.clear()
             _MODELS[key] = found
         return found
@@ -174,43 +179,93 @@ class Model:
         return None
 
 
-MODELS_KEPT = 256
 _MODELS: Dict[str, Model] = {}
+_ESTIMATES: Dict[Any, Estimate] = {}
 
 
 def estimate(
-    model: Model,
-    release: Release,
-    device: Device,
-    settings: Settings,
-    profile: Tuple[Optional[Mapping[str, Any]], Optional[Mapping[str, Any]]] = (None, None),
+    model: Model, release: Release, device: Device, settings: Settings, profiles: Profiles = NO_PROFILES
 ) -> Estimate:
-    """What the instance needs on such a device; the model's shape must have been readable."""
+    """What the instance needs on such a device; the model's shape must have been readable.
+
+    profiles: of exactly this start, and of one whose weights hold here too (see ``profiles.find``).
+    """
+    ids = tuple(str((profile or {}).get("key")) for profile in profiles)
+    key = (model.key, release.key, device.kind, device.unified, settings, ids)
+    found = _ESTIMATES.get(key)
+    if found is None:
+        if len(_ESTIMATES) >= ESTIMATES_KEPT:
+            _ESTIMATES.clear()
+        found = _ESTIMATES[key] = _estimate(model, release, device, settings, profiles)
+    return found
+
+
+def _estimate(model: Model, release: Release, device: Device, settings: Settings, profiles: Profiles) -> Estimate:
     assert model.shape is not None
-    laid = layout(model.shape, release, settings)
-    shape = model.shape
-    tensor, pipeline = settings.tensor_parallel_size, settings.pipeline_parallel_size
-    total = (model.facts.get("weights") or {}).get("total_bytes")
-    hidden, inner, vocab = shape.hidden, shape.intermediate, shape.vocab
-    if not total:
-        total = 2 * (len(shape.layers) * (4 * hidden * hidden + 3 * hidden * inner) + 2 * hidden * vocab)
-    steps, seqs = settings.max_num_batched_tokens or 2048, settings.max_num_seqs or 256
-    activation = max(steps * 2 * (3 * inner // tensor + 4 * hidden), steps * hidden * 2 + 15 * min(seqs, steps) * vocab)
-    weights = modelled(total / tensor / pipeline, 0.02)
-    active = modelled(activation, 0.2)
-    runtime = modelled(0.8 * GIB if tensor == 1 else 3.5 * GIB, 0.2)
-    graphs = ZERO if settings.enforce_eager else modelled(0.9 * GIB, 0.3)
-    inside = release.key >= (0, 20, 0)
+    place = memory.Device(device.total, None, device.name, device.capability, device.unified)
+    if release.has_flag("--kv-cache-memory-bytes"):
+        # The cache is given in bytes then; the figure itself does not matter here.
+        settings = replace(settings, kv_cache_memory_bytes=0)
+    budget = memory.budget(model.shape, model.facts, release, place, settings)
+    measured = _measured(budget, settings, profiles)
+    if measured:
+        budget = memory.budget(model.shape, model.facts, release, place, settings, measured=measured)
     needs = tuple(
-        Need(
-            weights,
-            active,
-            runtime,
-            graphs,
-            weights + active + (graphs if inside else ZERO),
-            runtime + (ZERO if inside else graphs),
-            size,
-        )
-        for size in laid.bytes_per_block
+        _need(rank, size) for rank, size in zip(budget.ranks, budget.layout.bytes_per_block or (0,) * len(budget.ranks))
     )
-    return Estimate(needs, tensor, laid)
+    notes: List[str] = []
+    if measured:
+        notes.append(f"{', '.join(sorted(measured))} as measured at an earlier start")
+    return Estimate(needs, settings.tensor_parallel_size, budget.layout, budget.estimated, tuple(notes))
+
+
+def _need(rank: memory.RankBudget, block_bytes: int) -> Need:
+    return Need(
+        weights=rank.weights,
+        activation=rank.activation,
+        non_torch=total(rank.context, rank.non_torch),
+        graphs=rank.cuda_graphs,
+        context=rank.context,
+        inside=total(rank.weights, rank.activation, rank.non_torch),
+        outside=total(rank.context, rank.cuda_graphs),
+        block_bytes=block_bytes,
+    )
+
+
+def _measured(budget: memory.Budget, settings: Settings, profiles: Profiles) -> Dict[str, int]:
+    """What earlier starts logged, in the terms of the model; several pipeline stages cannot be told apart in a log."""
+    same, alike = profiles
+    if settings.pipeline_parallel_size > 1:
+        return {}
+    measured: Dict[str, int] = {}
+    for profile in (alike, same):
+        figures = (profile or {}).get("figures") or {}
+        if figures.get("weights"):
+            measured["weights"] = int(figures["weights"])
+    figures = (same or {}).get("figures") or {}
+    if figures.get("cuda_graphs") is not None:
+        measured["cuda_graphs"] = int(figures["cuda_graphs"])
+    requested = (same or {}).get("requested")
+    if requested and figures.get("kv_cache") and "weights" in measured:
+        rank = budget.ranks[0]
+        taken = int(requested) - int(figures["kv_cache"]) - measured["weights"] - rank.non_torch.bytes
+        if taken > 0:
+            measured["activation"] = taken
+    return measured
+
+
+def lora_bytes(shape: Shape, tensor: int, adapters: int, rank: int) -> int:
+    """Bytes of adapter slots on one rank: max_loras x rank x (inputs + outputs) of every adapted projection.
+
+    The factor on the side that tensor parallel splits is divided by its size. Source: the memory facts, section 6.
+    """
+    width = 0
+    for layer in shape.layers:
+        attention = layer.attention
+        if attention is not None:
+            query, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+            width += 3 * shape.hidden + (query + 2 * keys) // tensor  # q, k, v
+            width += query // tensor + shape.hidden  # o
+        if layer.mlp is not None and layer.mlp.intermediate:
+            width += 3 * (shape.hidden + layer.mlp.intermediate // tensor)
+    return adapters * rank * width * LORA_ELEMENT

@@ -15,9 +15,10 @@ from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain import arguments, catalogue, placement
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
-from ansible_collections.gpufleet.inference.plugins.module_utils._domain.estimate import Term, exact
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.estimate import exact
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.findings import Finding
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.instances import Instance, Memory, normalise
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.memory import Term
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.placement import Host
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.solving import Job, solve
 
@@ -179,7 +180,7 @@ def _utilisation(job: Job) -> float:
     for rank, device in enumerate(job.devices):
         need = job.need(rank)
         size = need.inside.high + job.blocks * need.block_bytes
-        size += _counted_before(job, rank) + (need.outside.high if job.cumulative else 0)
+        size += _counted_before(job, rank) + (need.context.high if job.cumulative else 0)
         shares.append(size / device.total)
     share = min(shares) if by_bytes else max(shares)
     digits = math.floor(share * DIGITS) if by_bytes else math.ceil(share * DIGITS)
@@ -222,7 +223,7 @@ def _entry(job: Job, alternatives: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
         "arguments": [],
         "environment": {},
         "start_after": list(job.before),
-        "estimated": job.model.estimated or bool(job.extra.moves_memory),
+        "estimated": job.model.estimated or bool(job.extra.moves_memory) or bool(job.found and job.found.estimated),
         "warnings": list(dict.fromkeys(job.warnings)),
         "reason": {"code": job.reason.code, "text": job.reason.text} if job.reason else None,
         "alternatives": list(alternatives),
@@ -285,7 +286,7 @@ def _budget(job: Job, rank: int, utilisation: float) -> Dict[str, Any]:
     if not job.by_bytes:
         # The engine takes what its own profile leaves inside the utilisation.
         requested = int(utilisation * device.total)
-        before = _counted_before(job, rank) + (need.outside.bytes if job.cumulative else 0)
+        before = _counted_before(job, rank) + (need.context.bytes if job.cumulative else 0)
         sizes = [requested - before - part for part in (need.inside.bytes, need.inside.high, need.inside.low)]
         kv_cache = Term(max(cache, sizes[0]), "modelled", max(0, min(cache, sizes[1])), max(cache, sizes[2]))
     used = need.middle + kv_cache.bytes

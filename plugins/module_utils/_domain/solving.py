@@ -11,11 +11,19 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain import arguments, placement, profiles
-from ansible_collections.gpufleet.inference.plugins.module_utils._domain.estimate import Estimate, Model, Need, estimate
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.estimate import (
+    Estimate,
+    Model,
+    Need,
+    Profiles,
+    estimate,
+    lora_bytes,
+)
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.instances import Instance
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.kvcache import Settings, Speculative
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.placement import Device, Host, Ledger, Refusal
@@ -46,6 +54,7 @@ class Job:
     model: Model
     path: str
     extra: arguments.Extra
+    draft: Optional[Model] = None
     warnings: List[str] = field(default_factory=list)
     reason: Optional[Refusal] = None
     kept: Optional[Dict[str, Any]] = None
@@ -110,11 +119,18 @@ def solve(live: Sequence[Instance], request: Mapping[str, Any], host: Host) -> L
 
 def _job(instance: Instance, request: Mapping[str, Any], releases: ReleaseTable) -> Job:
     release = releases.release(instance.engine_version)
-    facts = request["models"][instance.model]
-    directory = str(request.get("models_dir") or "/var/lib/vllm/models").rstrip("/")
-    path = str(facts.get("path") or (instance.model if instance.model[:1] == "/" else f"{directory}/{instance.model}"))
+    models = request["models"]
+    path = _path(instance.model, models, request)
     extra = arguments.check(instance, release, releases, mig=instance.isolation == "mig")
-    job = Job(instance, release, Model.of(instance.model, facts), path, extra, list(extra.warnings))
+    draft = str((instance.speculative or {}).get("model") or "")
+    if instance.speculative and draft in models:
+        instance = replace(instance, speculative={**instance.speculative, "model": _path(draft, models, request)})
+    job = Job(instance, release, Model.of(instance.model, models[instance.model]), path, extra)
+    job.warnings += extra.warnings
+    if draft in models:
+        job.draft = Model.of(draft, models[draft])
+    elif draft and draft != instance.model:
+        job.warnings.append(f"the plan is an estimate: there are no facts of the draft model {draft}")
     if extra.moves_memory:
         job.warnings.append(f"the plan is an estimate: {', '.join(extra.moves_memory)} moves memory")
     problems = [
@@ -131,6 +147,13 @@ def _job(instance: Instance, request: Mapping[str, Any], releases: ReleaseTable)
     else:
         job.reason = _port_conflict(instance, request) or _unsupported(job)
     return job
+
+
+def _path(name: str, models: Mapping[str, Any], request: Mapping[str, Any]) -> str:
+    """Where a model lies on the host, or will lie."""
+    directory = str(request.get("models_dir") or "/var/lib/vllm/models").rstrip("/")
+    known = (models.get(name) or {}).get("path")
+    return str(known or (name if name.startswith("/") else f"{directory}/{name}"))
 
 
 def _port_conflict(instance: Instance, request: Mapping[str, Any]) -> Optional[Refusal]:
@@ -224,9 +247,10 @@ def _keep(job: Job, fact: Mapping[str, Any], host: Host, ledger: Ledger) -> None
 
 
 def _order(job: Job) -> Tuple[Any, ...]:
-    """Who is placed first: named devices, then many devices, then those that want devices alone, then by name."""
+    """Who is placed first: named devices, then many devices, then those alone on theirs, then by size."""
     instance = job.instance
-    return (not instance.gpu_names, -instance.world_size, not placement.is_exclusive(instance), instance.name)
+    each = -job.model.size // instance.world_size
+    return (not instance.gpu_names, -instance.world_size, not placement.is_exclusive(instance), each, instance.name)
 
 
 @dataclass(frozen=True)
@@ -385,18 +409,24 @@ def _from_extra(job: Job) -> Dict[str, Any]:
     switch = dict(job.instance.environment).get("VLLM_USE_V1")
     if switch is not None:
         found["engine"] = "v1" if switch in TRUE else "v0"
+    if "--limit-mm-per-prompt" in values:
+        images = re.search(r"image\W+(\d+)", str(values["--limit-mm-per-prompt"]))
+        found["images_per_prompt"] = int(images.group(1)) if images else None
     if job.instance.speculative is not None:
         wish = job.instance.speculative
         found["speculative"] = Speculative(
             method=str(wish.get("method") or ("draft_model" if wish.get("model") else "ngram")),
             tokens=int(wish.get("num_speculative_tokens") or 1),
+            draft=job.draft.shape if job.draft else None,
         )
+    lora = job.instance.lora
+    if lora is not None and job.model.shape is not None:
+        adapters, rank = int(lora.get("max_loras") or 1), int(lora.get("max_lora_rank") or 16)
+        found["lora_bytes"] = lora_bytes(job.model.shape, job.instance.tensor_parallel_size, adapters, rank)
     return found
 
 
-def _profile(
-    job: Job, device: Device, settings: Settings, records: Sequence[Mapping[str, Any]]
-) -> Tuple[Optional[Mapping[str, Any]], Optional[Mapping[str, Any]]]:
+def _profile(job: Job, device: Device, settings: Settings, records: Sequence[Mapping[str, Any]]) -> Profiles:
     if not records or not job.model.digest:
         return None, None
     wishes = {name: job.instance.settings().get(name) for name in profiles.KEY_SETTINGS}
