@@ -26,7 +26,7 @@ options:
   models:
     description:
       - Mapping of model names to model facts, as M(gpufleet.inference.model_facts) returns them.
-      - A model without files, C({config: {...}}), is planned from its configuration and marked C(estimated).
+      - "A model without files, C({config: {...}}), is planned from its configuration and marked C(estimated)."
     type: dict
     default: {}
   instances:

@@ -10,6 +10,7 @@ from repository import DATA, ROOT, actions, load, modules, relative, tracked
 
 MODULES = modules()
 PLUGIN_FILES = [path for path in tracked("plugins/*.py") if path.name != "__init__.py"]
+DATA_FILES = [path for path in tracked(f"{DATA.relative_to(ROOT)}/*") if path.name != "endpoints.yml"]
 LICENCE = "# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)"
 
 
@@ -74,7 +75,12 @@ def test_a_plugin_file_has_none_of_what_sanity_refuses_most_often(path: Path) ->
     assert found == []
 
 
-@pytest.mark.parametrize("path", tracked(f"{DATA.relative_to(ROOT)}/*"), ids=relative)
+def test_every_address_has_a_variable_that_replaces_it() -> None:
+    for name, entry in load(DATA / "endpoints.yml").items():
+        assert set(entry) == {"url", "variable", "used_for"}, name
+
+
+@pytest.mark.parametrize("path", DATA_FILES, ids=relative)
 def test_every_data_file_says_where_its_facts_are_from(path: Path) -> None:
     if path.suffix not in {".json", ".yml", ".yaml"}:
         pytest.fail(f"{path.name}: data files are JSON or YAML")
