@@ -169,6 +169,7 @@ def converge(fleet: FleetModule) -> dict[str, Any]:
     """Prepare; outside check mode carry out."""
     root, systemd = Root("/"), Systemd(fleet.runner)
     wanted = [_generation(entry) for entry in fleet.params["generations"]]
+    open_keys = instances.check_keys(root, wanted)
     work = instances.prepare(root, systemd, wanted, allow_disruption=fleet.params["allow_disruption"])
     unlisted = sorted(set(instances.known(root)) - {entry.name for entry in wanted})
     outcomes: dict[str, Outcome] = {}
@@ -194,6 +195,7 @@ def converge(fleet: FleetModule) -> dict[str, Any]:
         "changed": work.changed,
         "instances": instances.report(work, outcomes, instances.profiles(root, systemd, work, outcomes)),
         "findings": [
+            *open_keys,
             *(serving.due_finding(step) for step in work.steps.values() if step.due),
             *(serving.unlisted_finding(name, states[name].active_state) for name in unlisted),
         ],
@@ -214,6 +216,7 @@ def _generation(entry: dict[str, Any]) -> serving.Generation:
         record=entry.get("record") or "",
         start_after=tuple(entry.get("start_after") or ()),
         gpu=entry.get("gpu") or "",
+        key_files=tuple(entry.get("key_files") or ()),
     )
 
 

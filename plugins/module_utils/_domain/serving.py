@@ -53,6 +53,7 @@ class Generation:
     record: str = ""
     start_after: Tuple[str, ...] = ()
     gpu: str = ""
+    key_files: Tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ def generation(
         record=json.dumps(record, indent=1, sort_keys=True) + "\n",
         start_after=tuple(entry.get("start_after") or ()),
         gpu=str((devices[0] or {}).get("name") or "") if devices else "",
+        key_files=(str(record["api_key_file"]),) if record.get("api_key_file") else (),
     )
 
 
@@ -206,6 +208,12 @@ def order(wanted: Sequence[Generation]) -> List[str]:
 def due_finding(step: Step) -> Dict[str, str]:
     """The finding for an instance whose new generation waits."""
     return Finding("due", "warning", step.name, f"{UPGRADE_HINT} ({step.name} {step.reason})", "Run upgrade.").to_dict()
+
+
+def open_key_finding(name: str, path: str, mode: int) -> Dict[str, str]:
+    """The finding for a key that every user of the host can read."""
+    text = f"the key file {path} has mode {mode:04o}: every user of the host can read it"
+    return Finding("open_key", "warning", name, text, f"chmod 0600 {path}; systemd reads it as root.").to_dict()
 
 
 def unlisted_finding(name: str, active_state: str) -> Dict[str, str]:

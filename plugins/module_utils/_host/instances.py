@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +55,26 @@ def known(root: Root) -> list[str]:
     """Instances of ours on the host, by their folders with a generation."""
     names = root.listdir(serving.CONFIGURATION)
     return [name for name in names if _generations(root, f"{serving.CONFIGURATION}/{name}")]
+
+
+def check_keys(root: Root, wanted: Sequence[Generation]) -> list[dict[str, Any]]:
+    """Findings about key files. FleetError `bad_key_file` when one is missing, empty or not one line; it is not shown."""
+    findings = []
+    for entry in wanted:
+        for path in entry.key_files:
+            content = root.read_bytes(path)
+            lines = (content or b"").strip().splitlines()
+            if len(lines) != 1:
+                found = "it cannot be read" if content is None else f"it holds {len(lines)} lines"
+                raise FleetError(
+                    "bad_key_file",
+                    f"{entry.name} wants the key of its clients in {path} on the host, one line, and {found}.",
+                    hint="Put the key there with mode 0600, for example from a vault, before site runs.",
+                )
+            mode = stat.S_IMODE(os.stat(root.path(path)).st_mode)
+            if mode & 0o004:
+                findings.append(serving.open_key_finding(entry.name, path, mode))
+    return findings
 
 
 def prepare(root: Root, systemd: Systemd, wanted: Sequence[Generation], *, allow_disruption: bool) -> Work:

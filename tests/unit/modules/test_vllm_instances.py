@@ -260,3 +260,28 @@ def test_older_generations_go_when_a_new_one_is_started(host):
 def test_the_paths_of_the_host_layout_are_the_ones_written(host):
     host.run(entry())
     assert (host.base / serving.CONFIGURATION[1:] / "chat" / A / "vllm-chat.service").read_text() == f"# {A}\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "cannot be read"), ("", "holds 0 lines"), ("first-secret\nsecond-secret\n", "holds 2 lines")],
+)
+def test_a_key_file_that_cannot_serve_is_refused_before_any_change_and_never_shown(host, content, words):
+    if content is not None:
+        (host.base / "key").write_text(content)
+    before = host.tree()
+    result = host.run({**entry(), "key_files": ["/key"]})
+    assert result["error_code"] == "bad_key_file"
+    assert words in result["msg"]
+    assert "secret" not in json.dumps(result)
+    assert (host.tree(), host.systemd.acts()) == (before, [])
+
+
+def test_a_key_that_every_user_can_read_is_a_finding(host):
+    (host.base / "key").write_text("planted-secret\n")
+    (host.base / "key").chmod(0o644)
+    result = host.run({**entry(), "key_files": ["/key"]})
+    assert [finding["code"] for finding in result["findings"]] == ["open_key"]
+    assert "planted-secret" not in json.dumps(result)
+    (host.base / "key").chmod(0o600)
+    assert host.run({**entry(), "key_files": ["/key"]})["findings"] == []
