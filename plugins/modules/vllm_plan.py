@@ -16,13 +16,15 @@ description:
 author: The gpufleet.inference authors (@gpufleet)
 options:
   gpu:
-    description: The GPU facts of the host, as M(gpufleet.inference.gpu_facts) returns them.
+    description:
+      - The GPU facts of the host, as M(gpufleet.inference.gpu_facts) returns them.
+      - The host's C(ansible_facts.gpufleet_gpu) when not given.
     type: dict
-    default: The host's C(ansible_facts.gpufleet_gpu).
   host:
-    description: The host facts, as M(gpufleet.inference.host_facts) returns them; used for ports and shared memory.
+    description:
+      - The host facts, as M(gpufleet.inference.host_facts) returns them; used for ports and shared memory.
+      - The host's C(ansible_facts.gpufleet_host) when not given.
     type: dict
-    default: The host's C(ansible_facts.gpufleet_host).
   models:
     description:
       - Mapping of model names to model facts, as M(gpufleet.inference.model_facts) returns them.

@@ -11,6 +11,7 @@ from repository import DATA, ROOT, actions, load, modules, relative, tracked
 MODULES = modules()
 PLUGIN_FILES = [path for path in tracked("plugins/*.py") if path.name != "__init__.py"]
 DATA_FILES = [path for path in tracked(f"{DATA.relative_to(ROOT)}/*") if path.name != "endpoints.yml"]
+REFUSED_NAMES = {"_", "foo", "bar", "baz", "toto", "tutu", "tata"}
 LICENCE = "# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)"
 
 
@@ -68,8 +69,10 @@ def test_a_plugin_file_has_none_of_what_sanity_refuses_most_often(path: Path) ->
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Assert):
             found.append(f"line {node.lineno}: assert; raise an error instead")
-        elif isinstance(node, ast.Name) and node.id == "_" and isinstance(node.ctx, ast.Store):
-            found.append(f"line {node.lineno}: the name _; say what it is, as in _rest")
+        elif isinstance(node, ast.Name) and node.id in REFUSED_NAMES and isinstance(node.ctx, ast.Store):
+            found.append(f"line {node.lineno}: the name {node.id}; say what it is, as in _rest")
+        elif isinstance(node, ast.FunctionDef) and node.name in REFUSED_NAMES:
+            found.append(f"line {node.lineno}: a function called {node.name}")
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
             found.append(f"line {node.lineno}: print(); write to sys.stdout or return the text")
     assert found == []
