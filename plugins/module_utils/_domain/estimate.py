@@ -56,8 +56,8 @@ def total(*terms: Term) -> Term:
 class Need:
     """What one rank needs without its KV cache, and the size of its blocks.
 
-    ``inside`` is the part that the engine's utilisation counts, ``outside`` the rest: the context and the graphs (with a
-    cache in bytes no release takes them off, and before that lever none did). ``non_torch`` holds the CUDA context,
+    ``inside`` is the part that the engine's utilisation counts, ``outside`` the rest: context and graphs (with a cache
+    in bytes no release takes them off, and before that lever none did). ``non_torch`` holds the CUDA context,
     communication buffers and what grows outside torch's allocator.
     """
 

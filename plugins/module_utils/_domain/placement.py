@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tuple
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
@@ -22,6 +22,11 @@ SAFETY_GIB = 0.3
 SAFETY_SHARE = 0.02
 SYSTEM_GIB = 4
 SYSTEM_SHARE = 0.05
+
+# Compute capabilities of GPUs that have no memory of their own (Orin, Thor, GB10; memory facts, section 8).
+INTEGRATED = ((8, 7), (11, 0), (12, 1))
+# Terms of a budget that take memory.
+PARTS = ("weights", "activation", "non_torch", "cuda_graphs", "kv_cache")
 
 # How near two GPUs are, nearest first; the names are those of `nvidia-smi topo -m`.
 DISTANCE = {"nvlink": 0, "psb": 1, "pix": 1, "pxb": 2, "phb": 3, "node": 4, "sys": 5}
@@ -49,6 +54,7 @@ class Device:
     expected: bool = False
     unified: bool = False
     compute_mode: str = "default"
+    held: Tuple[Tuple[str, int], ...] = ()  # bytes that our own instances hold now, by name
 
     @property
     def margin(self) -> int:
@@ -100,17 +106,27 @@ class Ledger:
     """What is taken so far on each device: bytes, and by whom."""
 
     taken: Dict[str, int] = field(default_factory=dict)
+    given: Dict[Tuple[str, str], int] = field(default_factory=dict)
     users: Dict[str, List[str]] = field(default_factory=dict)
     exclusive: Dict[str, str] = field(default_factory=dict)
 
-    def remaining(self, device: Device) -> int:
-        """Bytes still free for planning."""
-        return device.available - device.margin - self.taken.get(device.uuid, 0)
+    def remaining(self, device: Device, name: str = "", ignore: Sequence[str] = ()) -> int:
+        """Bytes still free for planning for the instance of this name.
+
+        What another instance holds now beyond what it is planned to hold is not free before that instance restarts;
+        ``ignore`` names instances of which that does not count.
+        """
+        left = device.available - device.margin - self.taken.get(device.uuid, 0)
+        for holder, held in device.held:
+            if holder != name and holder not in ignore:
+                left -= max(0, held - self.given.get((device.uuid, holder), 0))
+        return left
 
     def add(self, name: str, devices: Sequence[Device], need: Sequence[int], exclusive: bool) -> None:
         """Give the devices to the instance."""
         for device, size in zip(devices, need):
             self.taken[device.uuid] = self.taken.get(device.uuid, 0) + size
+            self.given[(device.uuid, name)] = size
             self.users.setdefault(device.uuid, []).append(name)
             if exclusive:
                 self.exclusive[device.uuid] = name
@@ -208,7 +224,7 @@ def choose(
     fitting = []
     for device in allowed:
         size = need(device)
-        if size is not None and size <= ledger.remaining(device):
+        if size is not None and size <= ledger.remaining(device, instance.name):
             fitting.append(device)
     best: Optional[Tuple[Any, List[Device]]] = None
     groups: Dict[Any, List[Device]] = {}
@@ -216,13 +232,13 @@ def choose(
         groups.setdefault(device.kind, []).append(device)
     for group in groups.values():
         for chosen in _near_sets(host, group, instance.world_size):
-            free = sum(ledger.remaining(device) for device in chosen)
+            free = sum(ledger.remaining(device, instance.name) for device in chosen)
             order = (_spread_of(host, chosen), -free if spread else free, sorted(_place(device) for device in chosen))
             if best is None or order < best[0]:
                 best = (order, chosen)
     if best is not None:
         return sorted(best[1], key=_place), None
-    most = max((ledger.remaining(device) for device in allowed), default=0)
+    most = max((ledger.remaining(device, instance.name) for device in allowed), default=0)
     least = min((size for size in (need(device) for device in allowed) if size is not None), default=None)
     if least is None:
         return [], Refusal("unsupported_by_device", "no GPU of this host can serve it")
@@ -231,7 +247,7 @@ def choose(
             "unsupported_by_device",
             f"{instance.world_size} GPUs of one kind are wanted; those with room are of different kinds",
         )
-    emptiest = sorted(allowed, key=lambda device: (-ledger.remaining(device), _place(device)))
+    emptiest = sorted(allowed, key=lambda device: (-ledger.remaining(device, instance.name), _place(device)))
     return [], Refusal(
         "refused_free_memory",
         f"{gib(least)} are needed on each of {instance.world_size} GPU(s); {len(fitting)} have that much left, "
@@ -267,16 +283,34 @@ def _spread_of(host: Host, chosen: Sequence[Device]) -> Tuple[int, int, int]:
     return max(pairs, default=0), sum(pairs), len({device.numa_node for device in chosen})
 
 
-def host_of(gpu: Mapping[str, Any], reserve: int = 0, ram: Optional[Mapping[str, Any]] = None) -> Host:
+def host_of(
+    gpu: Mapping[str, Any],
+    reserve: int = 0,
+    ram: Optional[Mapping[str, Any]] = None,
+    *,
+    names: Optional[Sequence[str]] = None,
+    leaving: Optional[Sequence[str]] = None,
+) -> Host:
     """The host of the facts ``gpufleet_gpu``; devices in PCI order.
 
     reserve: bytes kept free on each GPU. ram: ``{total, available}`` of the host for GPUs that share its memory.
+    names: the instances that the plan is about (default: all that the facts know); the memory of their units is free
+    for the plan, any other is not. leaving: those of them that give their memory up before anything starts.
     Raises FleetError ``no_gpu_facts`` when the facts hold no device.
     """
-    own_units = {str(item.get("unit") or "") for item in gpu.get("instances") or []} - {""}
+    owners = {
+        str(item.get("unit") or ""): item
+        for item in gpu.get("instances") or []
+        if item.get("unit") and (names is None or item.get("name") in names)
+    }
     devices: List[Device] = []
     for fact in gpu.get("devices") or []:
-        devices.extend(_device(fact, own_units, reserve, ram))
+        devices.extend(_device(fact, owners, reserve, ram))
+    if leaving:
+        gone = frozenset(leaving)
+        devices = [
+            replace(device, held=tuple(pair for pair in device.held if pair[0] not in gone)) for device in devices
+        ]
     if not devices:
         raise FleetError(
             "no_gpu_facts",
@@ -288,72 +322,76 @@ def host_of(gpu: Mapping[str, Any], reserve: int = 0, ram: Optional[Mapping[str,
 
 
 def _device(
-    fact: Mapping[str, Any], own_units: set[str], reserve: int, ram: Optional[Mapping[str, Any]]
+    fact: Mapping[str, Any], owners: Mapping[str, Any], reserve: int, ram: Optional[Mapping[str, Any]]
 ) -> List[Device]:
-    memory = fact.get("memory") or {}
     major, _, minor = str(fact.get("compute_capability") or "0.0").partition(".")
-    total = int(memory.get("total") or 0) - int(memory.get("reserved") or 0)
-    unified = not total
-    own = _own(fact, own_units)
-    if unified and ram:
-        total, free = int(ram.get("total") or 0), int(ram.get("available") or 0)
-    else:
-        free = int(memory["free"]) if memory.get("free") is not None else total
-    foreign = round_up(max(0, total - free - own), FOREIGN_STEP)
+    capability = (int(major or 0), int(minor or 0))
     mode = str(fact.get("compute_mode") or "default")
-    why_not = "compute mode is prohibited" if mode == "prohibited" else ("its memory is not known" if not total else "")
     base: Dict[str, Any] = {
         "index": int(fact.get("index") or 0),
         "pci_address": str(fact.get("pci_address") or ""),
         "name": str(fact.get("name") or ""),
         "architecture": str(fact.get("architecture") or ""),
-        "capability": (int(major or 0), int(minor or 0)),
+        "capability": capability,
         "numa_node": fact.get("numa_node"),
         "compute_mode": mode,
         "expected": bool(fact.get("expected")),
     }
+    uuid = str(fact.get("uuid") or fact.get("pci_address"))
     mig = fact.get("mig") or {}
     slices = []
     for part in mig.get("devices") or []:
-        size = part.get("memory") or {}
-        part_total = int(size.get("total") or 0) - int(size.get("reserved") or 0)
-        part_free = int(size["free"]) if size.get("free") is not None else part_total
-        part_own = _own(fact, own_units, part.get("gi"))
-        part_foreign = round_up(max(0, part_total - part_free - part_own), FOREIGN_STEP)
+        slice_uuid = str(part.get("uuid"))
+        held = _held(fact, owners, slice_uuid, part.get("gi"))
+        sizes = _sizes(part.get("memory") or {}, held, reserve)
         slices.append(
-            Device(
-                uuid=str(part.get("uuid")),
-                total=part_total,
-                available=max(0, part_total - part_foreign - reserve),
-                foreign=part_foreign,
-                parent=str(fact.get("uuid")),
-                mig_profile=str(part.get("profile") or ""),
-                **base,
-            )
+            Device(uuid=slice_uuid, parent=uuid, mig_profile=str(part.get("profile") or ""), held=held, **sizes, **base)
         )
     if slices or str(mig.get("mode") or "").lower() in ("enabled", "true", "1"):
         return slices
-    return [
-        Device(
-            uuid=str(fact.get("uuid") or fact.get("pci_address")),
-            total=total,
-            available=max(0, total - foreign - reserve),
-            foreign=foreign,
-            usable=not why_not,
-            why_not=why_not,
-            unified=unified,
-            **base,
-        )
-    ]
+    memory = fact.get("memory") or {}
+    unified = not memory.get("total") and capability in INTEGRATED and bool(ram)
+    if unified and ram:
+        memory = {"total": ram.get("total"), "free": ram.get("available")}
+    held = _held(fact, owners, uuid)
+    sizes = _sizes(memory, held, reserve)
+    why_not = "its memory is not known" if not sizes["total"] else ""
+    if mode == "prohibited":
+        why_not = "compute mode is prohibited"
+    return [Device(uuid=uuid, usable=not why_not, why_not=why_not, unified=unified, held=held, **sizes, **base)]
 
 
-def _own(fact: Mapping[str, Any], units: set[str], gi: Optional[int] = None) -> int:
-    """Bytes that our own units hold on the device, or on one slice of it."""
-    return sum(
-        int(process.get("used") or 0)
-        for process in fact.get("processes") or []
-        if str(process.get("unit") or "") in units and (gi is None or process.get("gi") == gi)
-    )
+def _sizes(memory: Mapping[str, Any], held: Sequence[Tuple[str, int]], reserve: int) -> Dict[str, Any]:
+    """total as torch sees it, what others use (rounded up), and what the plan may use."""
+    total = int(memory.get("total") or 0) - int(memory.get("reserved") or 0)
+    free = int(memory["free"]) if memory.get("free") is not None else total
+    foreign = round_up(max(0, total - free - sum(size for _name, size in held)), FOREIGN_STEP)
+    return {"total": total, "foreign": foreign, "available": max(0, total - foreign - reserve)}
+
+
+def _held(
+    fact: Mapping[str, Any], owners: Mapping[str, Any], uuid: str, gi: Optional[int] = None
+) -> Tuple[Tuple[str, int], ...]:
+    """Bytes that each of our instances holds on the device, or on one slice of it; by name.
+
+    Where NVML does not tell a process's memory, the instance's recorded plan does.
+    """
+    held: Dict[str, int] = {}
+    untold = set()
+    for process in fact.get("processes") or []:
+        owner = owners.get(str(process.get("unit") or ""))
+        if owner is None or (gi is not None and process.get("gi") != gi):
+            continue
+        name = str(owner.get("name"))
+        held[name] = held.get(name, 0) + int(process.get("used") or 0)
+        if process.get("used") is None:
+            untold.add(name)
+    for owner in owners.values():
+        name = str(owner.get("name"))
+        for part in (owner.get("record") or {}).get("budget") or []:
+            if name in untold and part.get("uuid") == uuid:
+                held[name] = max(held[name], sum(int(part[term]["bytes"]) for term in PARTS))
+    return tuple(sorted(held.items()))
 
 
 def _links(

@@ -9,6 +9,7 @@ time; the changes that help are its alternatives.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
@@ -39,10 +40,11 @@ def plan(request: Mapping[str, Any]) -> Dict[str, Any]:
     live = [instance for instance in wanted if instance.state != "absent"]
     _known_models(live, request.get("models") or {})
     findings: List[Finding] = []
-    host = _host(request, findings) if live else Host(())
+    host = _host(request, wanted, findings) if live else Host(())
     jobs = solve(live, request, host)
     alternatives = {job.name: _alternatives(job, jobs, request, host) for job in jobs if job.reason}
-    entries = {job.name: _entry(job, alternatives.get(job.name, [])) for job in jobs}
+    mps = [str(daemon.get("pipe_directory")) for daemon in (request.get("gpu") or {}).get("mps") or []]
+    entries = {job.name: _entry(job, host, mps, alternatives.get(job.name, [])) for job in jobs}
     entries.update({instance.name: _absent(instance) for instance in wanted if instance.state == "absent"})
     findings += _findings(request, jobs)
     return {
@@ -63,7 +65,7 @@ def _known_models(live: Sequence[Instance], models: Mapping[str, Any]) -> None:
         )
 
 
-def _host(request: Mapping[str, Any], findings: List[Finding]) -> Host:
+def _host(request: Mapping[str, Any], wanted: Sequence[Instance], findings: List[Finding]) -> Host:
     """The devices of the facts; on a bare host those that the catalogue expects behind the PCI ids."""
     gpu = dict(request.get("gpu") or {})
     ram = (request.get("host") or {}).get("ram")
@@ -79,7 +81,14 @@ def _host(request: Mapping[str, Any], findings: List[Finding]) -> Host:
                     "Install the driver, then plan again.",
                 )
             )
-    return placement.host_of(gpu, int(request.get("reserve") or 0), ram if isinstance(ram, Mapping) else None)
+    names = [instance.name for instance in wanted]
+    return placement.host_of(
+        gpu,
+        int(request.get("reserve") or 0),
+        ram if isinstance(ram, Mapping) else None,
+        names=names,
+        leaving=names if request.get("replan") else [item.name for item in wanted if item.state == "absent"],
+    )
 
 
 # -- alternatives ------------------------------------------------------------------------------------------------------
@@ -99,7 +108,7 @@ def _alternatives(job: Job, jobs: Sequence[Job], request: Mapping[str, Any], hos
         found = again[job.name]
         if found.reason or any(again[name].reason for name in fitting):
             continue
-        entry = _entry(found, [])
+        entry = _entry(found, host)
         result.append(
             {
                 "change": {key: _plain(value) for key, value in change.items()},
@@ -192,7 +201,9 @@ def _counted_before(job: Job, rank: int) -> int:
     return job.devices[rank].foreign + job.ahead[rank] if job.cumulative else 0
 
 
-def _entry(job: Job, alternatives: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
+def _entry(
+    job: Job, host: Host, mps: Sequence[str] = (), alternatives: Sequence[Dict[str, Any]] = ()
+) -> Dict[str, Any]:
     instance = job.instance
     if job.kept is not None:
         return {**job.kept, "kept": True, "state": instance.state, "start_after": list(job.before)}
@@ -257,21 +268,35 @@ def _entry(job: Job, alternatives: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
             "kv_cache_memory_bytes": kv_bytes,
             "arguments": arguments.command(instance, job.release, settings),
             "environment": arguments.environment(
-                instance, job.release, job.devices, max(job.planned(rank) for rank in range(len(job.devices)))
+                instance,
+                job.release,
+                job.devices,
+                footprint=max(job.planned(rank) for rank in range(len(job.devices))),
+                pipe_directory=mps[0] if len(mps) == 1 else None,
             ),
-            "warnings": list(dict.fromkeys([*job.warnings, *_warnings(job)])),
+            "warnings": list(dict.fromkeys([*job.warnings, *_warnings(job, host, mps)])),
         }
     )
     return entry
 
 
-def _warnings(job: Job) -> List[str]:
+def _warnings(job: Job, host: Host, mps: Sequence[str]) -> List[str]:
     assert job.found is not None and job.settings is not None
     warnings = list(job.found.notes)
     if job.instance.isolation == "mig":
         warnings.append("isolation on MIG slices is experimental: it has not run on hardware")
     if job.settings.dtype != job.instance.dtype:
         warnings.append(f"dtype is {job.settings.dtype}: the model is bfloat16, which this GPU cannot compute")
+    if job.instance.isolation == "mps" and len(mps) != 1:
+        warnings.append(
+            f"{len(mps)} MPS control daemons run: without the right CUDA_MPS_PIPE_DIRECTORY no limit holds, silently"
+        )
+    uuids = sorted(device.uuid for device in job.devices)
+    apart = [f"{one} and {two}" for one, two in itertools.combinations(uuids, 2) if (one, two) in host.no_p2p]
+    if apart:
+        warnings.append(
+            f"no peer access between {'; '.join(apart)} (ACS, IOMMU or the topology): traffic goes through host memory"
+        )
     unified = next((device for device in job.devices if device.unified), None)
     if unified:
         warnings.append(f"GPU {unified.index} shares the host's memory: what other processes take is missing here")

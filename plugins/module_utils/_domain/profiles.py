@@ -17,7 +17,8 @@ from ansible_collections.gpufleet.inference.plugins.module_utils._domain.units i
 
 LOG_ROUNDING = 10 * MIB
 
-# Settings that decide what the figures are; a profile of other values says nothing about this start.
+# Settings that decide what the figures are; a profile of other values says nothing about this start. The length is none
+# of them: it counts through the batch where a prompt is one step, and otherwise not at all.
 KEY_SETTINGS = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
@@ -27,7 +28,6 @@ KEY_SETTINGS = (
     "quantization",
     "kv_cache_dtype",
     "block_size",
-    "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
     "enforce_eager",
@@ -36,7 +36,7 @@ KEY_SETTINGS = (
     "extra_args",
 )
 # Of those, the ones that the planner fills in where the user left them open.
-PLANNED_SETTINGS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+PLANNED_SETTINGS = ("max_num_seqs", "max_num_batched_tokens")
 # Of those, the ones that decide the bytes of the weights, whatever the release.
 WEIGHT_SETTINGS = (
     "tensor_parallel_size",

@@ -26,7 +26,13 @@ from ansible_collections.gpufleet.inference.plugins.module_utils._domain.estimat
 )
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.instances import Instance
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.kvcache import Settings, Speculative
-from ansible_collections.gpufleet.inference.plugins.module_utils._domain.placement import Device, Host, Ledger, Refusal
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.placement import (
+    PARTS,
+    Device,
+    Host,
+    Ledger,
+    Refusal,
+)
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.release_rules import counts_other_processes
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.release_rules import engine as engine_of
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.releases import Release, ReleaseTable, table
@@ -36,8 +42,6 @@ from ansible_collections.gpufleet.inference.plugins.module_utils._domain.units i
 AUTO_LENGTH_FLOOR = 4096
 # Units in these states hold their memory and their command line.
 RUNNING_STATES = ("active", "activating", "reloading", "refreshing")
-# Terms of a budget that take memory.
-PARTS = ("weights", "activation", "non_torch", "cuda_graphs", "kv_cache")
 TRUE = ("1", "true", "True")
 # (max_num_batched_tokens, max_num_seqs): the smallest that any release from 0.8.0 on takes by itself.
 SMALL_BATCH = (2048, 256)
@@ -240,7 +244,7 @@ def _keep(job: Job, fact: Mapping[str, Any], host: Host, ledger: Ledger) -> None
         return
     sizes = [sum(int(part[term]["high"]) for term in PARTS) for part in budget]
     running = str(fact.get("active_state")) in RUNNING_STATES
-    if not running and any(size > ledger.remaining(device) for device, size in zip(devices, sizes)):
+    if not running and any(size > ledger.remaining(device, job.name) for device, size in zip(devices, sizes)):
         return
     job.kept, job.devices = dict(record), tuple(devices)
     ledger.add(job.name, devices, sizes, placement.is_exclusive(job.instance))
@@ -465,7 +469,7 @@ def _short(job: Job, way: Sized, devices: Sequence[Device], ledger: Ledger) -> O
             f"memory {memory.mode} leaves {gib(max(0, have))}",
         )
     for rank, (device, size) in enumerate(zip(devices, way.sizes)):
-        left = ledger.remaining(device)
+        left = ledger.remaining(device, job.name)
         if size <= left:
             continue
         need = found.need(rank)
@@ -486,15 +490,14 @@ def _short(job: Job, way: Sized, devices: Sequence[Device], ledger: Ledger) -> O
 def _grow(jobs: Sequence[Job], ledger: Ledger) -> None:
     """Share what is left on each device equally among the instances that take what they get."""
     growing = [job for job in jobs if _grows(job)]
-    counts: Dict[str, int] = {}
+    sharing: Dict[str, List[str]] = {}
     for job in growing:
         for device in job.devices:
-            counts[device.uuid] = counts.get(device.uuid, 0) + 1
-    left = {device.uuid: ledger.remaining(device) for job in growing for device in job.devices}
+            sharing.setdefault(device.uuid, []).append(job.name)
     for job in growing:
         assert job.found is not None
         more = min(
-            left[device.uuid] // counts[device.uuid] // max(1, job.need(rank).block_bytes)
+            _share(job, device, sharing[device.uuid], ledger) // max(1, job.need(rank).block_bytes)
             for rank, device in enumerate(job.devices)
         )
         most = job.blocks + max(0, more)
@@ -503,6 +506,12 @@ def _grow(jobs: Sequence[Job], ledger: Ledger) -> None:
             job.length = _longest(job.found, most, concurrency, job.length, job.model.native_length)
         wanted = _blocks_for(job.instance, job.found, job.length)
         job.blocks = most if job.instance.memory.mode == "auto" else max(job.blocks, min(most, wanted))
+
+
+def _share(job: Job, device: Device, sharing: Sequence[str], ledger: Ledger) -> int:
+    """The instance's part of what is left: equal parts, and never what another one still holds."""
+    equal = ledger.remaining(device, job.name, sharing) // len(sharing)
+    return min(equal, ledger.remaining(device, job.name))
 
 
 def _grows(job: Job) -> bool:

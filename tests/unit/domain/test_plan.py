@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ansible_collections.gpufleet.inference.plugins.module_utils._domain import releases
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain import profiles, releases
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.plan import plan
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.solving import PARTS
@@ -224,7 +224,7 @@ def test_a_running_instance_keeps_its_command_line_though_its_surroundings_chang
     facts["devices"][0]["processes"] = [{"pid": 1, "used": held, "unit": "vllm-i0.service"}]
     facts["devices"][0]["memory"]["free"] -= held + 100 * 2**20
     record = json.loads(json.dumps({key: item for key, item in before.items() if key not in ("kept", "state")}))
-    facts["instances"] = [{"name": "i0", "unit": "vllm-i0.service", "active_state": "active", "record": record}]
+    facts["instances"] = [{"name": "i0", "unit": "vllm-i0.service", "active_state": "active", "record": record or {}}]
     wanted["profiles"] = [{"key": "x", "model_digest": "y", "figures": {"weights": 1}}]
     wanted["instances"].append({"name": "new", "model": "8b", "port": 9000, "isolation": "shared"})
     after = plan(wanted)
@@ -382,6 +382,108 @@ def test_an_old_driver_is_a_finding():
     assert plan(wanted)["findings"][0]["code"] == "driver_too_old"
     wanted["gpu"]["driver"] = {"running": "580.65.06"}
     assert plan(wanted)["findings"] == []
+
+
+def running(wanted, name, held, record=None, device=0):
+    """Let an instance of ours hold memory on a device."""
+    fact = wanted["gpu"]["devices"][device]
+    fact["processes"].append({"pid": 1000 + device, "used": int(held * GIB), "unit": f"vllm-{name}.service"})
+    fact["memory"]["free"] -= int(held * GIB)
+    wanted["gpu"].setdefault("instances", []).append(
+        {"name": name, "unit": f"vllm-{name}.service", "active_state": "active", "record": record or {}}
+    )
+
+
+def test_a_new_instance_does_not_count_on_memory_that_a_due_one_still_holds():
+    wanted = request({"isolation": "shared", "memory": {"kv_cache_bytes": "2GiB"}}, {"isolation": "shared"})
+    running(wanted, "i0", 50, {"settings": {"other": "wishes"}})
+    answer = plan(wanted)
+    due, new = answer["instances"]
+    assert answer["fits"] and not due["kept"]
+    planned = sum(part["high"] for term, part in new["budget"][0].items() if term in PARTS)
+    assert planned <= (79 - 50) * GIB
+    replanned = plan({**wanted, "replan": True})["instances"][1]
+    assert replanned["kv_cache_memory_bytes"] > new["kv_cache_memory_bytes"] + 20 * GIB
+
+
+def test_memory_of_an_absent_instance_is_free_and_that_of_an_unlisted_one_is_not():
+    wanted = request({}, {"name": "old", "state": "absent"})
+    running(wanted, "old", 50)
+    assert plan(wanted)["instances"][0]["kv_cache_memory_bytes"] > 50 * GIB
+    wanted["instances"].pop()
+    unlisted = plan(wanted)
+    assert unlisted["gpus"][0]["foreign"] >= 50 * GIB
+    assert unlisted["instances"][0]["kv_cache_memory_bytes"] < 20 * GIB
+
+
+def test_a_process_whose_memory_is_not_told_counts_as_planned():
+    wanted = request({"isolation": "shared", "memory": {"kv_cache_bytes": "2GiB"}}, {"isolation": "shared"})
+    before = plan(wanted)["instances"][0]
+    running(wanted, "i0", 20, before)
+    wanted["gpu"]["devices"][0]["processes"][0]["used"] = None
+    answer = plan(wanted)
+    assert answer["instances"][0]["kept"] and answer["instances"][1]["fits"]
+    assert answer["gpus"][0]["foreign"] < 3 * GIB
+
+
+def test_a_measured_start_takes_the_place_of_the_model():
+    wanted = request({"memory": {"kv_cache_bytes": "4GiB"}})
+    wanted["models"] = {"8b": {**MODELS["8b"], "digest": "d1"}}
+    before = only(plan(wanted))
+    figures = {"weights": int(15.5 * GIB), "cuda_graphs": int(0.5 * GIB)}
+    wanted["profiles"] = [profiles.make(before, "NVIDIA H100 80GB HBM3", figures)]
+    after = only(plan(wanted))
+    assert after["budget"][0]["weights"] == {
+        "bytes": figures["weights"],
+        "source": "measured",
+        "low": figures["weights"] - 2**24,
+        "high": figures["weights"] + 2**24,
+    }
+    assert after["budget"][0]["cuda_graphs"]["source"] == "measured"
+    wanted["engine_version"] = "0.32.0"
+    other = only(plan(wanted))
+    assert other["budget"][0]["weights"]["source"] == "measured"
+    assert other["budget"][0]["cuda_graphs"]["source"] == "modelled"
+
+
+def test_adapters_drafts_and_offload_move_the_budget():
+    plain = only(plan(request({"memory": {"kv_cache_bytes": "4GiB"}})))["budget"][0]["weights"]["bytes"]
+
+    def weights_of(**more):
+        wanted = request({"memory": {"kv_cache_bytes": "4GiB"}, **more})
+        return only(plan(wanted))["budget"][0]["weights"]["bytes"]
+
+    adapters = weights_of(lora={"max_loras": 4, "max_lora_rank": 64})
+    assert 0.3 * GIB < adapters - plain < 2 * GIB
+    draft = {"method": "draft_model", "model": "tiny", "num_speculative_tokens": 3}
+    assert plain < weights_of(speculative=draft) < plain + GIB
+    assert weights_of(extra_args=["--cpu-offload-gb", "4"]) == plain - 4 * GIB
+
+
+def test_a_draft_model_is_named_by_its_path():
+    entry = only(plan(request({"speculative": {"method": "draft_model", "model": "tiny"}})))
+    assert '"model":"/var/lib/vllm/models/tiny"' in value(entry, "--speculative-config")
+
+
+def test_missing_peer_access_is_a_warning():
+    wanted = request({"gpus": 2}, gpus=2)
+    wanted["gpu"]["links"] = {"matrix": [["X", "SYS"], ["SYS", "X"]], "peer_access": [[True, False], [False, True]]}
+    assert any("no peer access between GPU-0000 and GPU-0001" in text for text in only(plan(wanted))["warnings"])
+
+
+def test_the_pipe_directory_is_that_of_the_one_daemon_that_runs():
+    wanted = request({"isolation": "mps"})
+    assert any("0 MPS control daemons" in text for text in only(plan(wanted))["warnings"])
+    wanted["gpu"]["mps"] = [{"pid": 5, "pipe_directory": "/run/mps/0", "user": "root"}]
+    entry = only(plan(wanted))
+    assert entry["environment"]["CUDA_MPS_PIPE_DIRECTORY"] == "/run/mps/0" and entry["warnings"] == []
+
+
+def test_gpus_whose_memory_cannot_be_read_are_not_taken_for_shared_ones():
+    wanted = request({}, devices=[gpu(0, memory={"total": None, "free": None})])
+    wanted["host"] = {"ram": {"total": 500 * GIB, "available": 400 * GIB}}
+    entry = only(plan(wanted))
+    assert entry["reason"]["code"] == "unsupported_by_device" and "memory is not known" in entry["reason"]["text"]
 
 
 # -- properties --------------------------------------------------------------------------------------------------------
