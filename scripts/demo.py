@@ -115,16 +115,21 @@ def hosts() -> None:
 
 
 def plan() -> None:
-    print(report(playbook("plan")))
+    playbook("plan")
+    show("plan")
 
 
 def site() -> None:
-    print(report(playbook("site")))
+    playbook("site")
+    show("site")
 
 
-def report(output: str) -> str:
-    """What a playbook has to say to a person: its report and the recap."""
-    return output[output.rindex("PLAY RECAP") :].rstrip() if "PLAY RECAP" in output else output
+def show(kind: str) -> None:
+    """Print the report that a playbook wrote."""
+    file = WORK / "reports" / f"{kind}.txt"
+    if not file.exists():
+        raise StepFailed(f"the playbook left no report {file}")
+    print("".join(f"      {line}\n" for line in file.read_text(encoding="utf-8").splitlines()))
 
 
 def answers() -> None:

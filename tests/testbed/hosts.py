@@ -199,6 +199,8 @@ def _ensure_root(fleet: Fleet, host: Host, base: Path, state: dict[str, Any]) ->
     marker = root.parent / MARKER
     if marker.exists() and marker.read_text() == wanted:
         return False
+    if marker.exists():
+        say(f"{host.name} is made again: what it is made of has changed")
     _stop(fleet, host.name, state)
     if root.parent.exists():
         shutil.rmtree(root.parent)

@@ -302,20 +302,20 @@ def forwarding_back() -> None:
 # --- package sources -------------------------------------------------------------------------
 
 
-def apt_sources(suite: str) -> list[str]:
+def apt_sources(suite: str, own: str | None = None, root: Path = Path("/etc/apt")) -> list[str]:
     """One-line apt sources for `suite`, made from the machine's own Debian sources.
 
     The machine's mirror is kept, its suite name is exchanged, all components are asked for.
     """
-    own = _own_codename()
+    own = own or _own_codename()
     lines = []
-    for uris, suites, keyring in _machine_sources():
+    for uris, suites in _machine_sources(root):
         for name in suites:
             if name not in (own, f"{own}-updates", f"{own}-security"):
                 continue
             for uri in uris:
                 target = suite + name.removeprefix(own)
-                lines.append(f"deb [signed-by={keyring}] {uri} {target} main contrib non-free non-free-firmware")
+                lines.append(f"deb [signed-by={DEBIAN_KEYRING}] {uri} {target} main contrib non-free non-free-firmware")
     if not lines:
         raise TestbedError(f"no apt source of this machine has the suite {own}: the hosts need a Debian mirror")
     return list(dict.fromkeys(lines))
@@ -328,8 +328,7 @@ def _own_codename() -> str:
     raise TestbedError("/etc/os-release has no VERSION_CODENAME: the test bed needs a Debian machine")
 
 
-def _machine_sources() -> Iterator[tuple[list[str], list[str], str]]:
-    root = Path("/etc/apt")
+def _machine_sources(root: Path) -> Iterator[tuple[list[str], list[str]]]:
     for file in [root / "sources.list", *sorted((root / "sources.list.d").glob("*.list"))]:
         for line in file.read_text().splitlines() if file.exists() else []:
             words = line.split("#")[0].replace("]", "] ").split()
@@ -337,7 +336,7 @@ def _machine_sources() -> Iterator[tuple[list[str], list[str], str]]:
                 continue
             if words[1].startswith("["):
                 words = words[:1] + words[[w.endswith("]") for w in words].index(True) + 1 :]
-            yield [words[1]], [words[2]], DEBIAN_KEYRING
+            yield [words[1]], [words[2]]
     for file in sorted((root / "sources.list.d").glob("*.sources")):
         for stanza in file.read_text().split("\n\n"):
             fields: dict[str, str] = {}
@@ -352,7 +351,7 @@ def _machine_sources() -> Iterator[tuple[list[str], list[str], str]]:
                     key = key.lower()
                     fields[key] = value.strip()
             if fields.get("enabled", "yes").lower() != "no" and "deb" in fields.get("types", "").split():
-                yield fields["uris"].split(), fields["suites"].split(), DEBIAN_KEYRING
+                yield fields["uris"].split(), fields["suites"].split()
 
 
 def apt_options() -> list[str]:
