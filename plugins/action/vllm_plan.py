@@ -14,6 +14,19 @@ from ansible_collections.gpufleet.inference.plugins.module_utils._domain.units i
 from ansible_collections.gpufleet.inference.plugins.plugin_utils._data_files import planner_data
 from ansible_collections.gpufleet.inference.plugins.plugin_utils._native import to_native
 
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "gpu": {"type": "dict"},
+    "host": {"type": "dict"},
+    "models": {"type": "dict", "default": {}},
+    "instances": {"type": "list", "elements": "raw", "default": []},
+    "engine_version": {"type": "str"},
+    "profiles": {"type": "list", "elements": "dict", "default": []},
+    "reserve": {"type": "raw", "default": 0},
+    "replan": {"type": "bool", "default": False},
+    "placement": {"type": "str", "choices": ["pack", "spread"], "default": "pack"},
+    "models_dir": {"type": "path", "default": "/var/lib/vllm/models"},
+}
+
 
 class ActionModule(ActionBase):
     """Gathers the arguments, asks the domain, returns plain data."""
@@ -25,22 +38,8 @@ class ActionModule(ActionBase):
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         """The plan of the host under ``plan``."""
         super().run(tmp, task_vars)
-        task_vars = task_vars or {}
-        _validated, given = self.validate_argument_spec(
-            argument_spec={
-                "gpu": {"type": "dict"},
-                "host": {"type": "dict"},
-                "models": {"type": "dict", "default": {}},
-                "instances": {"type": "list", "elements": "raw", "default": []},
-                "engine_version": {"type": "str"},
-                "profiles": {"type": "list", "elements": "dict", "default": []},
-                "reserve": {"type": "raw", "default": 0},
-                "replan": {"type": "bool", "default": False},
-                "placement": {"type": "str", "choices": ["pack", "spread"], "default": "pack"},
-                "models_dir": {"type": "path", "default": "/var/lib/vllm/models"},
-            }
-        )
-        facts = task_vars.get("ansible_facts") or {}
+        facts = (task_vars or {}).get("ansible_facts") or {}
+        _validated, given = self.validate_argument_spec(argument_spec=ARGUMENTS)
         try:
             request = to_native({key: value for key, value in given.items() if value is not None})
             request.setdefault("gpu", to_native(facts.get("gpufleet_gpu") or {}))
