@@ -134,6 +134,8 @@ def _receive(
             continued = bool(done) and getattr(answer, "status", None) == http.client.PARTIAL_CONTENT
             if continued:
                 _read_into(digest, partial)
+            announced = int(answer.headers.get("Content-Length") or 0)
+            received = 0
             with open(partial, "ab" if continued else "wb") as stream:
                 while True:
                     chunk = answer.read(CHUNK)
@@ -141,8 +143,11 @@ def _receive(
                         break
                     stream.write(chunk)
                     digest.update(chunk)
+                    received += len(chunk)
                 stream.flush()
                 os.fsync(stream.fileno())
+            if received < announced:
+                raise OSError(f"the connection ended after {received} of {announced} bytes; another run goes on there")
     except urllib.error.HTTPError as error:
         if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE and done:
             os.unlink(partial)

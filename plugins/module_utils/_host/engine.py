@@ -194,6 +194,7 @@ class Engines:
             interpreters = dict.fromkeys(interpreters, self._unpack_python(python))
         elif python.package:
             interpreters = {v: entry["path"] for v, entry in self._interpreters(plan.install, python)[0].items()}
+        os.makedirs(self._root.path(f"{self._folder}/.cache"), mode=0o700, exist_ok=True)
         sources = self._from_pip(sources)
         uv = self._uv(sources)
         for release in plan.install:
