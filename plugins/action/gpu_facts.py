@@ -4,12 +4,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from ansible.plugins.action import ActionBase
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
 from ansible_collections.gpufleet.inference.plugins.plugin_utils import _bindings
+
+# The main process imports this file before its workers fork: what is packed here is packed once a run.
+with contextlib.suppress(FleetError):
+    _bindings.packed()
 
 
 class ActionModule(ActionBase):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from ansible_collections.gpufleet.inference.plugins.action import gpu_facts
+from ansible_collections.gpufleet.inference.plugins.module_utils._host import nvml
 from ansible_collections.gpufleet.inference.plugins.plugin_utils import _zipapp
 
 
@@ -32,7 +33,7 @@ def test_a_host_not_seen_before_gets_the_bindings_in_one_execution(action):
     action.run(task_vars={})
     assert len(action.calls) == 1
     assert action.calls[0]["deadline"] == 5
-    assert len(action.calls[0]["bindings"]) > 30_000
+    assert nvml.load_bindings(action.calls[0]["bindings"]).nvmlInit
 
 
 def test_a_host_with_this_controllers_helper_gets_no_bindings(action):

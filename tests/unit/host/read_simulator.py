@@ -23,11 +23,11 @@ for name, path in (
     package.__path__ = [str(path)] if path else []
     sys.modules[name] = package
 
-import pynvml
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._host import gpu, nvml
 from ansible_collections.gpufleet.inference.plugins.module_utils._host.root import Root
 from ansible_collections.gpufleet.inference.plugins.module_utils._host.runner import Result
+from ansible_collections.gpufleet.inference.plugins.plugin_utils import _bindings
 
 
 class NoRunner:
@@ -41,7 +41,7 @@ def main() -> None:
     kill = (lambda pid, number: left.append(pid)) if "deaf" in sys.argv[4:] else os.kill
     read = functools.partial(nvml.read, stall=stall, kill=kill)
     started = time.monotonic()
-    facts = gpu.gather(Root(root), NoRunner(), pynvml, deadline, read_nvml=read)
+    facts = gpu.gather(Root(root), NoRunner(), nvml.load_bindings(_bindings.packed()), deadline, read_nvml=read)
     seconds = time.monotonic() - started
     print(json.dumps({"facts": facts, "seconds": seconds, "left": left}))
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import os
 import random
 import re
@@ -7,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+import types
+import zlib
 from pathlib import Path
 
 import pynvml
@@ -14,6 +17,7 @@ import pytest
 from fake_nvml import CRASH, GIB, HANG, FakeNvml, device
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._host import nvml
+from ansible_collections.gpufleet.inference.plugins.plugin_utils import _bindings
 
 
 def fake(count=2, faults=None, **changes):
@@ -165,22 +169,42 @@ def test_an_answer_that_the_bindings_cannot_read_costs_its_field_only():
     assert reading.values["devices.0.name"]
 
 
-def test_the_real_bindings_have_every_name_that_is_asked_of_them():
+def asked_names():
     source = Path(nvml.__file__).read_text(encoding="utf-8")
-    functions = set(re.findall(r'"(nvml[A-Z]\w+[a-z0-9])"', source)) - {"nvmlInit_v2", "nvmlDeviceGetMemoryInfo_v2"}
-    functions = {name for name in functions if not name.endswith("_v")} | {
-        f"nvmlDeviceGet{kind}RunningProcesses_v{version}"
-        for kind in ("Compute", "Graphics", "MPSCompute")
-        for version in (2, 3)
-    }
-    functions |= set(re.findall(r"nvml\.((?:NVML_|c_nvml|nvml[A-Z])\w+)", source))
-    assert len(functions) > 40
-    assert [name for name in sorted(functions) if not hasattr(pynvml, name)] == []
+    names = set(re.findall(r'"(nvml[A-Z]\w+[a-z0-9])"', source)) - {"nvmlInit_v2", "nvmlDeviceGetMemoryInfo_v2"}
+    names = {name for name in names if not name.endswith("_v")}
+    for kind in ("Compute", "Graphics", "MPSCompute"):
+        names |= {f"nvmlDeviceGet{kind}RunningProcesses_v{version}" for version in (2, 3)}
+    names |= set(re.findall(r"nvml\.((?:NVML_|c_nvml|nvml[A-Z])\w+)", source))
+    assert len(names) > 40
+    return sorted(names)
+
+
+@pytest.mark.parametrize("name", asked_names())
+def test_the_bindings_have_every_name_that_is_asked_of_them_whole_and_trimmed(name):
+    assert hasattr(pynvml, name)
+    assert hasattr(nvml.load_bindings(_bindings.packed()), name)
+
+
+def test_trimmed_bindings_refer_to_nothing_that_was_left_out():
+    trimmed = nvml.load_bindings(_bindings.packed())
+    missing = set()
+    for value in vars(trimmed).values():
+        code = getattr(value, "__wrapped__", value)
+        if isinstance(code, types.FunctionType) and code.__module__ == trimmed.__name__:
+            missing |= {name for name in code.__code__.co_names if hasattr(pynvml, name) and not hasattr(trimmed, name)}
+    assert missing == set()
+
+
+def test_the_bindings_travel_with_their_licence():
+    text = zlib.decompress(base64.b64decode(_bindings.packed())).decode()
+    assert "Redistribution and use in source and binary forms" in text
+    assert "nvmlDeviceSetPowerManagementLimit" not in text
 
 
 def test_the_bindings_load_from_memory_with_nothing_but_python(tmp_path):
     packed = tmp_path / "packed"
-    packed.write_text(nvml.pack_bindings(Path(pynvml.__file__).read_bytes()))
+    packed.write_text(_bindings.packed())
     program = (
         "import sys, types, pathlib\n"
         "top = 'ansible_collections'\n"
@@ -196,7 +220,7 @@ def test_the_bindings_load_from_memory_with_nothing_but_python(tmp_path):
         [sys.executable, "-I", "-c", program, str(packed), str(root)], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "nvmlInit_v2: libnvidia-ml.so.1 is missing (NVML 12)"
-    assert len(packed.read_text()) < 80_000
+    assert len(packed.read_text()) < 15_000
 
 
 @pytest.mark.parametrize(
