@@ -209,7 +209,7 @@ def batch_defaults(
     """
     gib, name = total / GIB, device.upper()
     if engine_name == "v0":
-        if length > 32768:
+        if length > 32768 and version >= (0, 5, 4):
             return (512 if version < (0, 6, 5) else 2048), 256
         return max(length, 2048), 256
     if version < (0, 8, 4):
@@ -236,7 +236,7 @@ def capture_sizes(
         top = 512 if version < (0, 10, 0) else min(2 * max_num_seqs, 512)
         sizes = [1, 2, 4, *range(8, 513, 8)]
     else:
-        top = min(2 * max_num_seqs, 1024 if tall and version >= (0, 20, 0) else 512)
+        top = min(2 * max_num_seqs, 1024 if tall else 512)
         sizes = [1, 2, 4, *range(8, 256, 8), *range(256, top + 1, 16)]
     top = min(top, batched)
     piecewise = len([size for size in sizes if size <= top])

@@ -144,6 +144,7 @@ class Quantization:
     kv_cache_bits: int = 16
     format: str = ""
     desc_act: bool = False
+    expert_bits: float = 0.0  # experts have another width (4.25: fp4 with a scale per 32)
 
 
 @dataclass(frozen=True)
@@ -1184,7 +1185,20 @@ def _quantization(config: Mapping[str, Any], text: Mapping[str, Any]) -> Quantiz
     if method in ("fp8", "fbgemm-fp8", "deepseek-v4-fp8", "fp8-block"):
         block = tuple(reader.integers("weight_block_size"))[:2]
         static = reader.text("activation_scheme") == "static"
-        return Quantization("fp8", 8.0, 0 if block else -1, block, True, 8, static, ignored, kv_bits, method)
+        small = text.get("expert_dtype") == "fp4" or text.get("model_type") == "deepseek_v4"
+        return Quantization(
+            "fp8",
+            8.0,
+            0 if block else -1,
+            block,
+            True,
+            8,
+            static,
+            ignored,
+            kv_bits,
+            method,
+            expert_bits=4.25 if small else 0.0,
+        )
     if method == "mxfp4":
         return Quantization("mxfp4", 4.0, 32, (), True, 16, False, ignored, kv_bits, method)
     if method in ("bitsandbytes", "bnb"):

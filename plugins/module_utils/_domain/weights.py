@@ -28,6 +28,7 @@ from ansible_collections.gpufleet.inference.plugins.module_utils._domain.shape i
 )
 
 VOCAB_PADDING = 64
+MIB = 1 << 20
 # Families whose embedding and head are built on every pipeline rank (their model files keep no placeholder layers).
 _EVERYWHERE = ("qwen3_next", "gpt_oss")
 # Families that keep the final norm on every rank.
@@ -98,6 +99,15 @@ def _scheme(checkpoint: Quantization, wanted: str) -> Quantization:
     return checkpoint
 
 
+def allocator_slack(size: int) -> int:
+    """Bytes torch's caching allocator adds to a tensor that stays: above 10 MiB it asks the driver for a multiple of
+    2 MiB and gives the rest to others only when more than 1 MiB is left (c10/cuda/CUDACachingAllocator)."""
+    if size < 10 * MIB:
+        return 0
+    rest = -size % (2 * MIB)
+    return rest if rest <= MIB else 0
+
+
 def linear_bytes(scheme: Quantization, inputs: int, outputs: int, element: int, parts: int = 1) -> int:
     """Bytes of one linear layer's weight as the engine keeps it; ``parts`` logical layers may be fused in it."""
     count = inputs * outputs
@@ -137,6 +147,11 @@ class _Sum:
 
     def add(self, name: str, size: int) -> None:
         self.parts[name] = self.parts.get(name, 0) + size
+
+    def tensor(self, name: str, size: int) -> None:
+        """One tensor of its own: what the allocator adds is kept apart."""
+        self.add(name, size)
+        self.add("rounding", allocator_slack(size))
 
     @property
     def total(self) -> int:
@@ -179,14 +194,17 @@ class _Case:
         shape, total = self.shape, _Sum()
         width = self.element
         if self.has_embedding:
-            total.add("embed", self.padded_vocab // self.tp * (shape.embed_width or shape.hidden) * width)
+            embedding = self.padded_vocab // self.tp * (shape.embed_width or shape.hidden) * width
+            if self.scheme.method == "gguf":
+                embedding = int(embedding / width * self.scheme.bits / 8)
+            total.tensor("embed", embedding)
         if self.rank == 0 and shape.positions:
             total.add("embed", shape.positions * shape.hidden * width)
         if self.rank == 0 and shape.per_layer_embedding:
             vocab = shape.per_layer_vocab or shape.vocab
             total.add("embed", vocab // self.tp * shape.per_layer_embedding * len(shape.layers) * width)
         if self.has_head:
-            total.add("lm_head", self.padded_vocab // self.tp * (shape.hidden * width + shape.head_bias * width))
+            total.tensor("lm_head", self.padded_vocab // self.tp * (shape.hidden * width + shape.head_bias * width))
         if shape.final_norm and (self.rank == self.pp - 1 or shape.model_type in _NORM_EVERYWHERE):
             total.add("norm", shape.hidden * width * (2 if shape.norm_bias else 1))
         largest = 0
@@ -221,7 +239,10 @@ class _Case:
 
     def _linear(self, total: _Sum, name: str, inputs: int, outputs: int, parts: int = 1) -> None:
         scheme = Quantization() if self._ignored(name) else self.scheme
-        total.add(name, linear_bytes(scheme, inputs, outputs, self.element, parts))
+        size = linear_bytes(scheme, inputs, outputs, self.element, parts)
+        total.add(name, size)
+        bits = scheme.bits if scheme.method else 8 * self.element
+        total.add("rounding", allocator_slack(int(inputs * outputs * bits / 8)))
 
     def _ignored(self, name: str) -> bool:
         """Whether linears of this kind stay unquantised: the method's own rule, or the checkpoint's list."""
@@ -254,8 +275,7 @@ class _Case:
             total.add("norm", mla.kv_lora_rank * element)
             self._linear(total, "attention", mla.kv_lora_rank, heads * (mla.nope_dim + mla.v_dim))
             self._linear(total, "attention", heads * mla.v_dim, hidden)
-            if self.scheme.method and not self._ignored("attention"):
-                total.add("absorbed", mla.kv_lora_rank * heads * (mla.nope_dim + mla.v_dim) * element)
+            total.add("absorbed", mla.kv_lora_rank * heads * (mla.nope_dim + mla.v_dim) * element)
             if a.indexer is not None:
                 self._linear(total, "attention", mla.q_lora_rank or hidden, a.indexer.heads * a.indexer.dim)
                 self._linear(total, "attention", hidden, a.indexer.dim)
@@ -313,6 +333,11 @@ class _Case:
         scheme = Quantization() if self._ignored("experts") else self.scheme
         size = linear_bytes(scheme, hidden, fused * inner, self.element, fused)
         size += linear_bytes(scheme, inner, hidden, self.element)
+        bits = scheme.bits if scheme.method else 8 * self.element
+        if scheme.expert_bits:
+            bits, size = scheme.expert_bits, int((fused + 1) * hidden * inner * scheme.expert_bits / 8)
+        for outputs in (fused * inner, inner):
+            total.add("rounding", allocator_slack(int(count * hidden * outputs * bits / 8)))
         if mlp.expert_bias:
             size += (fused * inner + hidden) * self.element
         total.add("experts", count * size)
@@ -413,13 +438,9 @@ class _Case:
                 hidden, padded = mxfp4_padding(self.shape.hidden, inner, self.capability)
                 exact = total.parts["experts"] * hidden * padded // (self.shape.hidden * inner)
                 total.parts["experts"] = exact
-        if self.scheme.method and not self._ignored("attention"):
-            for layer in self.shape.layers[self.span[0] : self.span[1]]:
-                mla = layer.attention.mla if layer.attention is not None else None
-                if mla is not None and layer.attention is not None:
-                    heads = layer.attention.heads // self.tp
-                    total.add("absorbed", mla.kv_lora_rank * heads * (mla.nope_dim + mla.v_dim) * self.element)
-        total.add("rope", rope_bytes(self.shape, self.element))
+        derived = self.from_config().parts
+        for name in ("rope", "rounding", "absorbed"):
+            total.add(name, derived.get(name, 0))
         size = total.total
         error = 0.004 + (0.01 if self.shape.multimodal else 0) + (0.02 if self.scheme.method == "mxfp4" else 0)
         return WeightsEstimate(
