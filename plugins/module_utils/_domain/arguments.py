@@ -159,7 +159,7 @@ def _long(name: str) -> Tuple[str, bool]:
     """The flag as the release table writes it, and whether it was the dotted form of a JSON flag."""
     if not name.startswith("--"):
         return name, False
-    base, dot, _ = name.partition(".")
+    base, dot, _rest = name.partition(".")
     return base.replace("_", "-"), bool(dot)
 
 

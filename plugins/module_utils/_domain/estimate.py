@@ -201,7 +201,8 @@ def estimate(
 
 
 def _estimate(model: Model, release: Release, device: Device, settings: Settings, profiles: Profiles) -> Estimate:
-    assert model.shape is not None
+    if model.shape is None:
+        raise LookupError(model.problem)
     place = memory.Device(device.total, None, device.name, device.capability, device.unified)
     if release.has_flag("--kv-cache-memory-bytes"):
         # The cache is given in bytes then; the figure itself does not matter here.

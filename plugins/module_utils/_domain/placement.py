@@ -96,8 +96,8 @@ class Host:
 
 def _pci(address: str) -> str:
     """A PCI address without case and with a domain of four digits: "00000000:18:00.0" -> "0000:18:00.0"."""
-    domain, _, rest = address.lower().rpartition(":")
-    domain, _, bus = domain.rpartition(":")
+    domain, _colon, rest = address.lower().rpartition(":")
+    domain, _colon, bus = domain.rpartition(":")
     return f"{(domain or '0')[-4:].rjust(4, '0')}:{bus}:{rest}"
 
 
@@ -324,7 +324,7 @@ def host_of(
 def _device(
     fact: Mapping[str, Any], owners: Mapping[str, Any], reserve: int, ram: Optional[Mapping[str, Any]]
 ) -> List[Device]:
-    major, _, minor = str(fact.get("compute_capability") or "0.0").partition(".")
+    major, _dot, minor = str(fact.get("compute_capability") or "0.0").partition(".")
     capability = (int(major or 0), int(minor or 0))
     mode = str(fact.get("compute_mode") or "default")
     base: Dict[str, Any] = {

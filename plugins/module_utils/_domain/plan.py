@@ -96,8 +96,13 @@ def _host(request: Mapping[str, Any], wanted: Sequence[Instance], findings: List
 
 def _alternatives(job: Job, jobs: Sequence[Job], request: Mapping[str, Any], host: Host) -> List[Dict[str, Any]]:
     """Changes of one wish (or a few) with which the whole host's plan holds, best first, each planned in full."""
-    assert job.reason is not None
-    if job.reason.code not in ("refused_kv", "refused_free_memory", "oom_risk", "unsupported_by_device", "bad_shape"):
+    if not job.reason or job.reason.code not in (
+        "refused_kv",
+        "refused_free_memory",
+        "oom_risk",
+        "unsupported_by_device",
+        "bad_shape",
+    ):
         return []
     fitting = {other.name for other in jobs if not other.reason}
     result: List[Dict[str, Any]] = []
@@ -188,7 +193,7 @@ def _utilisation(job: Job) -> float:
     shares = []
     for rank, device in enumerate(job.devices):
         need = job.need(rank)
-        size = need.inside.high + job.blocks * need.block_bytes
+        size = need.inside.high + job.placed.blocks * need.block_bytes
         size += _counted_before(job, rank) + (need.context.high if job.cumulative else 0)
         shares.append(size / device.total)
     share = min(shares) if by_bytes else max(shares)
@@ -234,22 +239,22 @@ def _entry(
         "arguments": [],
         "environment": {},
         "start_after": list(job.before),
-        "estimated": job.model.estimated or bool(job.extra.moves_memory) or bool(job.found and job.found.estimated),
+        "estimated": job.model.estimated or bool(job.extra.moves_memory) or bool(job.way and job.way.found.estimated),
         "warnings": list(dict.fromkeys(job.warnings)),
         "reason": {"code": job.reason.code, "text": job.reason.text} if job.reason else None,
         "alternatives": list(alternatives),
         "kept": False,
     }
-    if job.reason or job.found is None or job.settings is None:
+    if job.reason:
         return entry
-    found, wishes = job.found, job.settings
-    capacity = found.capacity(job.blocks, job.length)
+    way = job.placed
+    wishes, capacity = way.settings, way.found.capacity(way.blocks, way.length)
     utilisation = _utilisation(job)
-    kv_bytes = job.blocks * found.block_bytes if job.by_bytes else None
+    kv_bytes = way.blocks * way.found.block_bytes if job.by_bytes else None
     settings = arguments.Settings(
         model_path=job.path,
         dtype=wishes.dtype,
-        max_model_len=job.length,
+        max_model_len=way.length,
         max_num_seqs=wishes.max_num_seqs or 0,
         max_num_batched_tokens=wishes.max_num_batched_tokens or 0,
         gpu_memory_utilization=utilisation,
@@ -259,9 +264,9 @@ def _entry(
         {
             "budget": [_budget(job, rank, utilisation) for rank in range(len(job.devices))],
             "kv_cache_tokens": capacity.tokens,
-            "kv_cache_blocks": job.blocks,
+            "kv_cache_blocks": way.blocks,
             "max_concurrency": round(capacity.concurrency, 2),
-            "max_model_len": job.length,
+            "max_model_len": way.length,
             "max_num_seqs": wishes.max_num_seqs,
             "max_num_batched_tokens": wishes.max_num_batched_tokens,
             "gpu_memory_utilization": utilisation,
@@ -281,12 +286,12 @@ def _entry(
 
 
 def _warnings(job: Job, host: Host, mps: Sequence[str]) -> List[str]:
-    assert job.found is not None and job.settings is not None
-    warnings = list(job.found.notes)
+    settings = job.placed.settings
+    warnings = list(job.placed.found.notes)
     if job.instance.isolation == "mig":
         warnings.append("isolation on MIG slices is experimental: it has not run on hardware")
-    if job.settings.dtype != job.instance.dtype:
-        warnings.append(f"dtype is {job.settings.dtype}: the model is bfloat16, which this GPU cannot compute")
+    if settings.dtype != job.instance.dtype:
+        warnings.append(f"dtype is {settings.dtype}: the model is bfloat16, which this GPU cannot compute")
     if job.instance.isolation == "mps" and len(mps) != 1:
         warnings.append(
             f"{len(mps)} MPS control daemons run: without the right CUDA_MPS_PIPE_DIRECTORY no limit holds, silently"
@@ -306,7 +311,7 @@ def _warnings(job: Job, host: Host, mps: Sequence[str]) -> List[str]:
 def _budget(job: Job, rank: int, utilisation: float) -> Dict[str, Any]:
     need, device = job.need(rank), job.devices[rank]
     measured = "expected" if device.expected else "measured"
-    cache = job.blocks * need.block_bytes
+    cache = job.placed.blocks * need.block_bytes
     kv_cache = exact(cache)
     if not job.by_bytes:
         # The engine takes what its own profile leaves inside the utilisation.

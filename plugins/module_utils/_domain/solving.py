@@ -49,6 +49,17 @@ SMALL_BATCH = (2048, 256)
 V1_DEFAULT = (0, 8, 0)
 
 
+@dataclass(frozen=True)
+class Sized:
+    """One way to run an instance on one kind of device; bytes are upper ends, one for each of its devices."""
+
+    settings: Settings
+    found: Estimate
+    length: int
+    blocks: int
+    sizes: Tuple[int, ...]
+
+
 @dataclass
 class Job:
     """One instance on its way through the planner."""
@@ -63,10 +74,7 @@ class Job:
     reason: Optional[Refusal] = None
     kept: Optional[Dict[str, Any]] = None
     devices: Tuple[Device, ...] = ()
-    found: Optional[Estimate] = None
-    settings: Optional[Settings] = None
-    length: int = 0
-    blocks: int = 0
+    way: Optional[Sized] = None
     before: Tuple[str, ...] = ()
     ahead: Tuple[int, ...] = ()  # bytes of those that start before, per device
 
@@ -74,7 +82,7 @@ class Job:
     def engine(self) -> str:
         """v0 or v1, as the release decides on these devices."""
         capability = self.devices[0].capability if self.devices else (9, 0)
-        return engine_of(self.release.key, capability, self.settings.engine if self.settings else "")
+        return engine_of(self.release.key, capability, self.way.settings.engine if self.way else "")
 
     @property
     def cumulative(self) -> bool:
@@ -91,17 +99,23 @@ class Job:
         """The instance's name."""
         return self.instance.name
 
+    @property
+    def placed(self) -> Sized:
+        """How it runs on its devices; LookupError before it has any, and for one that keeps its command line."""
+        if self.way is None:
+            raise LookupError(f"{self.name} was not placed")
+        return self.way
+
     def need(self, rank: int) -> Need:
         """What the instance needs on its device number ``rank``."""
-        assert self.found is not None
-        return self.found.need(rank)
+        return self.placed.found.need(rank)
 
     def planned(self, rank: int) -> int:
         """Upper end of the bytes on its device number ``rank``, KV cache included."""
         if self.kept is not None:
             return sum(int(self.kept["budget"][rank][part]["high"]) for part in PARTS)
         need = self.need(rank)
-        return need.fixed + self.blocks * need.block_bytes
+        return need.fixed + self.placed.blocks * need.block_bytes
 
 
 def solve(live: Sequence[Instance], request: Mapping[str, Any], host: Host) -> List[Job]:
@@ -257,17 +271,6 @@ def _order(job: Job) -> Tuple[Any, ...]:
     return (not instance.gpu_names, -instance.world_size, not placement.is_exclusive(instance), each, instance.name)
 
 
-@dataclass(frozen=True)
-class Sized:
-    """One way to run an instance on one kind of device; bytes are upper ends, one for each of its devices."""
-
-    settings: Settings
-    found: Estimate
-    length: int
-    blocks: int
-    sizes: Tuple[int, ...]
-
-
 def _place(job: Job, host: Host, ledger: Ledger, request: Mapping[str, Any]) -> None:
     """Find devices for the least the instance needs.
 
@@ -292,8 +295,7 @@ def _place(job: Job, host: Host, ledger: Ledger, request: Mapping[str, Any]) -> 
             way = sized.on(devices[0])
             refusal = _short(job, way, devices, ledger)
         if refusal is None:
-            job.devices, job.settings, job.found = tuple(devices), way.settings, way.found
-            job.blocks, job.length = way.blocks, way.length
+            job.devices, job.way = tuple(devices), way
             ledger.add(job.name, devices, way.sizes, placement.is_exclusive(job.instance))
             return
         first = first or refusal
@@ -495,17 +497,19 @@ def _grow(jobs: Sequence[Job], ledger: Ledger) -> None:
         for device in job.devices:
             sharing.setdefault(device.uuid, []).append(job.name)
     for job in growing:
-        assert job.found is not None
+        way, memory = job.placed, job.instance.memory
         more = min(
             _share(job, device, sharing[device.uuid], ledger) // max(1, job.need(rank).block_bytes)
             for rank, device in enumerate(job.devices)
         )
-        most = job.blocks + max(0, more)
+        most = way.blocks + max(0, more)
+        length = way.length
         if job.instance.max_model_len is None and job.release.key >= V1_DEFAULT:
-            concurrency = job.instance.memory.value if job.instance.memory.mode == "concurrency" else 1.0
-            job.length = _longest(job.found, most, concurrency, job.length, job.model.native_length)
-        wanted = _blocks_for(job.instance, job.found, job.length)
-        job.blocks = most if job.instance.memory.mode == "auto" else max(job.blocks, min(most, wanted))
+            concurrency = memory.value if memory.mode == "concurrency" else 1.0
+            length = _longest(way.found, most, concurrency, length, job.model.native_length)
+        wanted = _blocks_for(job.instance, way.found, length)
+        blocks = most if memory.mode == "auto" else max(way.blocks, min(most, wanted))
+        job.way = replace(way, length=length, blocks=blocks)
 
 
 def _share(job: Job, device: Device, sharing: Sequence[str], ledger: Ledger) -> int:
@@ -515,9 +519,9 @@ def _share(job: Job, device: Device, sharing: Sequence[str], ledger: Ledger) -> 
 
 
 def _grows(job: Job) -> bool:
-    if job.reason or job.kept or job.found is None or not job.found.block_bytes:
+    if job.reason or job.kept or not job.placed.found.block_bytes:
         return False
-    free_length = job.instance.max_model_len is None and job.length < job.model.native_length
+    free_length = job.instance.max_model_len is None and job.placed.length < job.model.native_length
     return job.instance.memory.mode == "auto" or (free_length and job.instance.memory.mode == "concurrency")
 
 
