@@ -172,7 +172,7 @@ def _shrink(widths: list[int], least: Sequence[int], room: int) -> None:
         widths[max(able, key=lambda at: widths[at])] -= 1
 
 
-def bar(amounts: Mapping[str, float], total: float, width: int, parts: Sequence[Part], style: Style) -> str:
+def memory_bar(amounts: Mapping[str, float], total: float, width: int, parts: Sequence[Part], style: Style) -> str:
     """A bar of exactly width signs, each kind in proportion; a kind that is there has at least one sign.
 
     What the amounts leave of the total is free. Amounts above the total are scaled down to fit.
@@ -373,7 +373,7 @@ def _gpu_lines(host: str, gpu: Mapping[str, Any], style: Style) -> list[str]:
         taken = max(total - (memory["free"] or 0), mine)
         figures = f"{gibibytes(taken):>6} of {gibibytes(total):>6} GiB"
         size = max(10, min(50, style.width - len(label) - len(figures) - 6))
-        drawn = bar({"ours": mine, "foreign": taken - mine}, total, size, FACTS_PARTS, style)
+        drawn = memory_bar({"ours": mine, "foreign": taken - mine}, total, size, FACTS_PARTS, style)
         lines.append(f"{label} {drawn} {figures}")
     return lines
 
@@ -490,7 +490,7 @@ def _plan_gpu(gpu: Mapping[str, Any], instances: Sequence[Mapping[str, Any]], st
     name = str(gpu.get("name") or "")
     figures = f"{gibibytes(own + amounts['foreign']):>6} of {gibibytes(total):>6} GiB"
     size = max(10, min(60, style.width - len(label) - len(figures) - 5))
-    lines.insert(0, f"{label} {bar(amounts, total, size, PLAN_PARTS, style)} {figures}")
+    lines.insert(0, f"{label} {memory_bar(amounts, total, size, PLAN_PARTS, style)} {figures}")
     room = style.width - len(plain(lines[0])) - 2
     if name and room >= 8:
         lines[0] += "  " + shorten(name, room, style)

@@ -263,20 +263,20 @@ def _ports(root: Root, pids: Sequence[int], prefix: str) -> list[dict[str, Any]]
                 owners.setdefault(link, pid)
     found = {}
     for address, port, inode in sockets:
-        pid = owners.get(f"socket:[{inode}]")
-        found[(port, address, pid)] = {
+        owner = owners.get(f"socket:[{inode}]")
+        found[(port, address, owner)] = {
             "address": address,
             "port": port,
-            "pid": pid,
-            "process": procfs.process_name(root, pid) if pid else None,
-            "unit": procfs.unit_of(root, pid, prefix) if pid else None,
+            "pid": owner,
+            "process": procfs.process_name(root, owner) if owner else None,
+            "unit": procfs.unit_of(root, owner, prefix) if owner else None,
         }
     return [found[key] for key in sorted(found, key=lambda key: (key[0], key[1], key[2] or 0))]
 
 
 def _vllm_units(root: Root, processes: Sequence[tuple[int, str]], prefix: str) -> list[dict[str, Any]]:
     """Units that run a vLLM or are named after it; ours are those that link into /etc/vllm."""
-    units = {}
+    units: dict[str, bool] = {}
     for folder in _UNIT_FOLDERS:
         for name in root.listdir(folder):
             if "vllm" in name and name.endswith(".service"):

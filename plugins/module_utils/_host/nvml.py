@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import functools
 import hashlib
 import itertools
 import os
@@ -276,7 +277,7 @@ class _Work:
         self._nvml = bindings
         self._done = dict(done)
         self._links = links
-        self._emit: children.Emit = lambda message, flush=True: None
+        self._emit: Any = None  # known once the child runs
         self._subject = ""
         self._device: Optional[int] = None
 
@@ -463,7 +464,8 @@ class _Work:
             ("graphics", "nvmlDeviceGetGraphicsRunningProcesses_v"),
         ):
             path = at if kind == "compute" else "?"
-            rows = self._ask(path, f"{function}3", gpu, old=lambda f=f"{function}2", p=path: self._ask(p, f, gpu))
+            older = functools.partial(self._ask, path, f"{function}2", gpu)
+            rows = self._ask(path, f"{function}3", gpu, old=older)
             answered = answered or rows is not None
             for row in rows or []:
                 gi = getattr(row, "gpuInstanceId", None)

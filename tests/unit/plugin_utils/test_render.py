@@ -122,20 +122,21 @@ def test_a_table_of_any_texts_stays_inside_its_width(rows, width, unicode):
     st.booleans(),
 )
 def test_a_bar_is_as_wide_as_asked_and_shows_every_part(amounts, total, width, colour):
-    drawn = plain(render.bar(amounts, total, width, render.PLAN_PARTS, Style(colour=colour)))
+    drawn = plain(render.memory_bar(amounts, total, width, render.PLAN_PARTS, Style(colour=colour)))
     assert len(drawn) == width + 2
     shown = [part for part in render.PLAN_PARTS[:-1] if amounts.get(part.key)]
     assert all(part.block in drawn for part in shown)
 
 
 def test_a_bar_is_in_proportion():
-    drawn = render.bar({"weights": 20, "kv_cache": 60}, 100, 50, render.PLAN_PARTS, ASCII)
+    drawn = render.memory_bar({"weights": 20, "kv_cache": 60}, 100, 50, render.PLAN_PARTS, ASCII)
     assert drawn == "[" + "W" * 10 + "K" * 30 + "." * 10 + "]"
 
 
 def test_more_than_there_is_fills_the_bar_and_no_more():
     assert (
-        render.bar({"weights": 150, "foreign": 50}, 100, 20, render.PLAN_PARTS, ASCII) == "[" + "W" * 15 + "X" * 5 + "]"
+        render.memory_bar({"weights": 150, "foreign": 50}, 100, 20, render.PLAN_PARTS, ASCII)
+        == "[" + "W" * 15 + "X" * 5 + "]"
     )
 
 
