@@ -466,20 +466,28 @@ static void read_registration(struct collector *to, const char *folder, const ch
     }
 }
 
+static void read_registrations(struct collector *to, const char *folder) {
+    DIR *directory = opendir(folder);
+    if (directory == NULL) {
+        return;
+    }
+    struct dirent *item;
+    while ((item = readdir(directory)) != NULL) {
+        if (strspn(item->d_name, "0123456789") == strlen(item->d_name)) {
+            read_registration(to, folder, item->d_name);
+        }
+    }
+    closedir(directory);
+}
+
 size_t state_processes(int gpu, struct process *out, size_t max) {
     struct collector to = {gpu, out, max, 0};
     state_each("process.", visit_process, &to);
     char folder[4096];
     beside_state("processes", folder, sizeof folder);
-    DIR *directory = opendir(folder);
-    if (directory != NULL) {
-        struct dirent *item;
-        while ((item = readdir(directory)) != NULL) {
-            if (strspn(item->d_name, "0123456789") == strlen(item->d_name)) {
-                read_registration(&to, folder, item->d_name);
-            }
-        }
-        closedir(directory);
+    read_registrations(&to, folder);
+    if (getenv("GPUSIM_STATE") == NULL) { /* a unit with ProtectSystem=strict can write below /dev only */
+        read_registrations(&to, "/dev/shm/gpusim");
     }
     return to.used;
 }

@@ -6,52 +6,16 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 import urllib.error
-import urllib.request
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-ENGINES = Path(__file__).resolve().parents[2] / "testbed" / "engines"
-sys.path[:0] = [str(ENGINES), str(ENGINES / "stub_engine")]
 import build
+import pytest
 import tiny_model
-
-
-@pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory):
-    """A function that unpacks the stub wheel of one release and gives the folder to put on the path."""
-    root = tmp_path_factory.mktemp("stub")
-
-    def unpack(version: str) -> Path:
-        target = root / version
-        if not target.exists():
-            with zipfile.ZipFile(build.build(version, root)) as wheel:
-                wheel.extractall(target)
-        return target
-
-    return unpack
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model.write(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="session")
-def command(installed):
-    def make(version: str, *arguments: str, **environment: str) -> tuple[list[str], dict[str, str]]:
-        run = [sys.executable, "-c", "from vllm.cli import main; main()", *arguments]
-        settings = {**os.environ, "PYTHONPATH": str(installed(version)), "GPUFLEET_STUB_DEVICE": "cpu"}
-        return run, {**settings, "GPUFLEET_STUB_START_SECONDS": "0.1", **environment}
-
-    return make
+from stub_process import Server, free_port, until
 
 
 @pytest.fixture
@@ -64,50 +28,6 @@ def refused(command):
         return done.returncode, done.stderr
 
     return run
-
-
-class Server:
-    def __init__(self, process: subprocess.Popen[str], port: int, log: Path) -> None:
-        self.process, self.port, self.log = process, port, log
-
-    def get(self, path: str, body: object = None, key: str | None = None) -> tuple[int, str]:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
-        try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-    def wait(self) -> Server:
-        until(lambda: "Application startup complete" in self.log.read_text(encoding="utf-8"))
-        return self
-
-    def family(self) -> dict[str, int]:
-        """Names and pids of the processes this start forked."""
-        found, fresh = {}, [self.process.pid]
-        while fresh:
-            children = Path(f"/proc/{fresh[0]}/task/{fresh[0]}/children")
-            fresh = fresh[1:] + [int(pid) for pid in children.read_text(encoding="utf-8").split()]
-            if fresh:
-                for pid in fresh:
-                    found[Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip()] = pid
-        return found
-
-
-def until(condition, seconds: float = 15) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "not reached in time"
-        time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ class Direct(Jobs):
         super().__init__(Root(), ScriptedRunner())
         self.environments: list[dict[str, str]] = []
         self.argvs: list[list[str]] = []
+        self.only_record = False
 
     def running(self, name: str) -> bool:
         return False
@@ -44,6 +45,8 @@ class Direct(Jobs):
     def run(self, name: str, argv: Any, *, deadline: float, what: str, environment: Any = None) -> None:
         self.environments.append(dict(environment or {}))
         self.argvs.append(list(argv))
+        if self.only_record:
+            raise FleetError("job_failed", "recorded, not run")
         done = subprocess.run(
             argv, env={**os.environ, **(environment or {})}, capture_output=True, text=True, check=False
         )
@@ -165,6 +168,7 @@ def test_find_links_alone_mean_that_no_index_is_asked(host):
 
 
 def test_credentials_of_an_index_are_in_the_environment_only(host, wheels):
+    host.jobs.only_record = True
     host("0.32.0", index_url=f"file://{wheels}", extra_index_urls=["https://user:s3cret@index.invalid/simple"])
     assert "s3cret" not in json.dumps(host.jobs.argvs)
     assert "s3cret" in host.jobs.environments[0]["UV_INDEX"]

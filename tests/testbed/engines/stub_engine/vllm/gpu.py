@@ -6,7 +6,10 @@ import os
 from vllm import VERSION
 
 GIB = 1 << 30
-REGISTRATIONS = ("/var/lib/gpusim/processes", "/dev/shm/gpusim/processes")
+# Where the simulator reads them: beside its state (GPUSIM_STATE), else in the folder of a host and in the second one.
+_STATE = os.environ.get("GPUSIM_STATE")
+_ON_A_HOST = ("/var/lib/gpusim/processes", "/dev/shm/gpusim")
+REGISTRATIONS = (os.path.join(os.path.dirname(_STATE), "processes"),) if _STATE else _ON_A_HOST
 
 
 class DeviceError(RuntimeError):
@@ -102,8 +105,9 @@ def visible(device_ids=None):
     return devices
 
 
-def open_nodes(devices, root="/dev"):
+def open_nodes(devices):
     """Open the device nodes a CUDA process of these GPUs opens; the descriptors stay open as long as it lives."""
+    root = os.environ.get("GPUFLEET_STUB_DEV", "/dev")
     names = ["nvidiactl", "nvidia-uvm", *(f"nvidia{device.minor}" for device in devices)]
     descriptors = []
     for name in names:
@@ -143,6 +147,9 @@ def hold(device, size):
     text = f"name={name}\nstart={started}\ndevice={device.uuid}\nbytes={size}\n"
     for folder in REGISTRATIONS:
         try:
+            if folder.startswith("/dev/") and not os.path.isdir(folder):
+                os.mkdir(folder)
+                os.chmod(folder, 0o1777)
             partial = os.path.join(folder, f".{os.getpid()}")
             with open(partial, "w", encoding="utf-8") as target:
                 target.write(text)
