@@ -11,21 +11,30 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain import arguments, catalogue, placement
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
-from ansible_collections.gpufleet.inference.plugins.module_utils._domain.estimate import exact
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.estimate import exact, total
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.findings import Finding
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.instances import Instance, Memory, normalise
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.memory import Term
-from ansible_collections.gpufleet.inference.plugins.module_utils._domain.placement import Host
-from ansible_collections.gpufleet.inference.plugins.module_utils._domain.solving import Job, solve
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.placement import PARTS, Host
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.solving import SHORT_LENGTH, Job, solve
 
 # The engine reads the utilisation with any number of digits; four keep a step below 0.01 % of the device.
 DIGITS = 10_000
 MOST_ALTERNATIVES = 5
+
+
+@dataclass(frozen=True)
+class Context:
+    """What an entry shows of its surroundings: the host, pipe directories of MPS daemons, and the load per device."""
+
+    host: Host
+    mps: Sequence[str]
+    load: Mapping[str, Term]
 
 
 def plan(request: Mapping[str, Any]) -> Dict[str, Any]:
@@ -44,7 +53,8 @@ def plan(request: Mapping[str, Any]) -> Dict[str, Any]:
     jobs = solve(live, request, host)
     alternatives = {job.name: _alternatives(job, jobs, request, host) for job in jobs if job.reason}
     mps = [str(daemon.get("pipe_directory")) for daemon in (request.get("gpu") or {}).get("mps") or []]
-    entries = {job.name: _entry(job, host, mps, alternatives.get(job.name, [])) for job in jobs}
+    context = Context(host, mps, _load(jobs))
+    entries = {job.name: _entry(job, context, alternatives.get(job.name, [])) for job in jobs}
     entries.update({instance.name: _absent(instance) for instance in wanted if instance.state == "absent"})
     findings += _findings(request, jobs)
     return {
@@ -113,7 +123,7 @@ def _alternatives(job: Job, jobs: Sequence[Job], request: Mapping[str, Any], hos
         found = again[job.name]
         if found.reason or any(again[name].reason for name in fitting):
             continue
-        entry = _entry(found, host)
+        entry = _entry(found, Context(host, (), _load(list(again.values()))))
         result.append(
             {
                 "change": {key: _plain(value) for key, value in change.items()},
@@ -206,9 +216,7 @@ def _counted_before(job: Job, rank: int) -> int:
     return job.devices[rank].foreign + job.ahead[rank] if job.cumulative else 0
 
 
-def _entry(
-    job: Job, host: Host, mps: Sequence[str] = (), alternatives: Sequence[Dict[str, Any]] = ()
-) -> Dict[str, Any]:
+def _entry(job: Job, context: Context, alternatives: Sequence[Dict[str, Any]] = ()) -> Dict[str, Any]:
     instance = job.instance
     if job.kept is not None:
         return {**job.kept, "kept": True, "state": instance.state, "start_after": list(job.before)}
@@ -262,7 +270,7 @@ def _entry(
     )
     entry.update(
         {
-            "budget": [_budget(job, rank, utilisation) for rank in range(len(job.devices))],
+            "budget": [_budget(job, rank, utilisation, context.load) for rank in range(len(job.devices))],
             "kv_cache_tokens": capacity.tokens,
             "kv_cache_blocks": way.blocks,
             "max_concurrency": round(capacity.concurrency, 2),
@@ -277,27 +285,30 @@ def _entry(
                 job.release,
                 job.devices,
                 footprint=max(job.planned(rank) for rank in range(len(job.devices))),
-                pipe_directory=mps[0] if len(mps) == 1 else None,
+                pipe_directory=context.mps[0] if len(context.mps) == 1 else None,
             ),
-            "warnings": list(dict.fromkeys([*job.warnings, *_warnings(job, host, mps)])),
+            "warnings": list(dict.fromkeys([*job.warnings, *_warnings(job, context)])),
         }
     )
     return entry
 
 
-def _warnings(job: Job, host: Host, mps: Sequence[str]) -> List[str]:
+def _warnings(job: Job, context: Context) -> List[str]:
     settings = job.placed.settings
     warnings = list(job.placed.found.notes)
+    length = job.placed.length
+    if job.instance.max_model_len is None and length < min(SHORT_LENGTH, job.model.native_length):
+        warnings.append(f"only {length} tokens of context fit, the model can take {job.model.native_length}")
     if job.instance.isolation == "mig":
         warnings.append("isolation on MIG slices is experimental: it has not run on hardware")
     if settings.dtype != job.instance.dtype:
         warnings.append(f"dtype is {settings.dtype}: the model is bfloat16, which this GPU cannot compute")
-    if job.instance.isolation == "mps" and len(mps) != 1:
+    if job.instance.isolation == "mps" and len(context.mps) != 1:
         warnings.append(
-            f"{len(mps)} MPS control daemons run: without the right CUDA_MPS_PIPE_DIRECTORY no limit holds, silently"
+            f"{len(context.mps)} MPS control daemons run: without CUDA_MPS_PIPE_DIRECTORY no limit holds, silently"
         )
     uuids = sorted(device.uuid for device in job.devices)
-    apart = [f"{one} and {two}" for one, two in itertools.combinations(uuids, 2) if (one, two) in host.no_p2p]
+    apart = [f"{one} and {two}" for one, two in itertools.combinations(uuids, 2) if (one, two) in context.host.no_p2p]
     if apart:
         warnings.append(
             f"no peer access between {'; '.join(apart)} (ACS, IOMMU or the topology): traffic goes through host memory"
@@ -308,20 +319,13 @@ def _warnings(job: Job, host: Host, mps: Sequence[str]) -> List[str]:
     return warnings
 
 
-def _budget(job: Job, rank: int, utilisation: float) -> Dict[str, Any]:
+def _budget(job: Job, rank: int, utilisation: float, load: Mapping[str, Term]) -> Dict[str, Any]:
     need, device = job.need(rank), job.devices[rank]
     measured = "expected" if device.expected else "measured"
-    cache = job.placed.blocks * need.block_bytes
-    kv_cache = exact(cache)
-    if not job.by_bytes:
-        # The engine takes what its own profile leaves inside the utilisation.
-        requested = int(utilisation * device.total)
-        before = _counted_before(job, rank) + (need.context.bytes if job.cumulative else 0)
-        sizes = [requested - before - part for part in (need.inside.bytes, need.inside.high, need.inside.low)]
-        kv_cache = Term(max(cache, sizes[0]), "modelled", max(0, min(cache, sizes[1])), max(cache, sizes[2]))
-    used = need.middle + kv_cache.bytes
-    free = device.available - used
-    spare = (device.available - need.fixed - cache, device.available - need.least - kv_cache.bytes)
+    beside = load[device.uuid]
+    headroom = Term(
+        device.available - beside.bytes, "modelled", device.available - beside.high, device.available - beside.low
+    )
     return {
         "uuid": device.uuid,
         "total": Term(device.total, measured, device.total, device.total).plain(),
@@ -331,9 +335,39 @@ def _budget(job: Job, rank: int, utilisation: float) -> Dict[str, Any]:
         "activation": need.activation.plain(),
         "non_torch": need.non_torch.plain(),
         "cuda_graphs": need.graphs.plain(),
-        "kv_cache": kv_cache.plain(),
-        "headroom": Term(free, "modelled", min(spare), max(spare)).plain(),
+        "kv_cache": _kv_cache(job, rank).plain(),
+        "headroom": headroom.plain(),
     }
+
+
+def _kv_cache(job: Job, rank: int) -> Term:
+    """The cache: as given in bytes, or what the engine's own profile leaves inside the utilisation."""
+    need, device = job.need(rank), job.devices[rank]
+    cache = job.placed.blocks * need.block_bytes
+    if job.by_bytes:
+        return exact(cache)
+    before = _counted_before(job, rank) + (need.context.bytes if job.cumulative else 0)
+    room = int(_utilisation(job) * device.total) - before
+    low, middle, high = (room - part for part in (need.inside.high, need.inside.bytes, need.inside.low))
+    return Term(max(cache, middle), "modelled", max(0, min(cache, low)), max(cache, high))
+
+
+def _load(jobs: Sequence[Job]) -> Dict[str, Term]:
+    """What all instances take on each device, by UUID."""
+    load: Dict[str, Term] = {}
+    for job in jobs:
+        for rank, device in enumerate(job.devices if not job.reason else ()):
+            if job.kept is not None:
+                terms = [Term(**job.kept["budget"][rank][part]) for part in PARTS]
+            else:
+                need = job.need(rank)
+                terms = [need.inside, need.outside, _kv_cache(job, rank)]
+                if not job.by_bytes:
+                    # The cache takes what the other terms leave: together they end where the proof does.
+                    taken = job.planned(rank)
+                    terms = [Term(taken, "modelled", need.least + job.placed.blocks * need.block_bytes, taken)]
+            load[device.uuid] = total(load[device.uuid], *terms) if device.uuid in load else total(*terms)
+    return load
 
 
 def _absent(instance: Instance) -> Dict[str, Any]:

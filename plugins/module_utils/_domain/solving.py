@@ -38,8 +38,9 @@ from ansible_collections.gpufleet.inference.plugins.module_utils._domain.release
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.releases import Release, ReleaseTable, table
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.units import GIB, gib
 
-# `auto` length is placed with at least this many tokens before it grows into the room that is left.
-AUTO_LENGTH_FLOOR = 4096
+# `auto` never means fewer tokens than this; below the second figure the plan says so.
+AUTO_LENGTH_FLOOR = 512
+SHORT_LENGTH = 4096
 # Units in these states hold their memory and their command line.
 RUNNING_STATES = ("active", "activating", "reloading", "refreshing")
 TRUE = ("1", "true", "True")
@@ -279,7 +280,7 @@ def _place(job: Job, host: Host, ledger: Ledger, request: Mapping[str, Any]) -> 
     """
     spread = request.get("placement") == "spread"
     records = request.get("profiles") or []
-    first: Optional[Refusal] = None
+    last: Optional[Refusal] = None
     for length, small in itertools.product(_lengths(job), (False, True)):
         sized = _Sizer(job, length, small, records)
         devices, refusal = placement.choose(host, job.instance, ledger, sized.need, spread)
@@ -298,8 +299,8 @@ def _place(job: Job, host: Host, ledger: Ledger, request: Mapping[str, Any]) -> 
             job.devices, job.way = tuple(devices), way
             ledger.add(job.name, devices, way.sizes, placement.is_exclusive(job.instance))
             return
-        first = first or refusal
-    job.reason = first
+        last = refusal
+    job.reason = last
 
 
 class _Sizer:
@@ -481,7 +482,7 @@ def _short(job: Job, way: Sized, devices: Sequence[Device], ledger: Ledger) -> O
             f"{gib(need.weights.bytes)}, activation {gib(need.activation.bytes)}, runtime {gib(need.non_torch.bytes)}, "
             f"CUDA graphs {gib(need.graphs.bytes)} and KV cache {gib(cache)}, up to {gib(size)} in all"
         )
-        if memory.mode == "fraction":
+        if memory.mode == "fraction" and memory.value * device.total + need.context.low > left + device.margin:
             return Refusal("refused_free_memory", figures)
         if need.weights.low > left or need.middle + cache <= left:
             return Refusal("oom_risk", figures)
