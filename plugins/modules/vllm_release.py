@@ -252,14 +252,13 @@ def converge(fleet: FleetModule, root: Root | None = None, jobs: Jobs | None = N
         uv_sha256=params["uv_sha256"],
         environment={key: str(value) for key, value in params["environment"].items()},
     )
-    libc, glibc = platform.libc_ver()
     plan = engines.plan(
         releases,
         python,
         sources,
         list(params["packages"].get(packages.family(root)) or []),
         min_free=int(params["min_free_gib"] * GIB),
-        glibc=glibc if libc == "glibc" else os.confstr("CS_GNU_LIBC_VERSION").split()[-1],
+        glibc=(os.confstr("CS_GNU_LIBC_VERSION") or "").replace("glibc", "").strip(),
     )
     if plan.changed and not fleet.check_mode:
         engines.apply(plan, python, sources, deadline=params["deadline"])
