@@ -109,16 +109,114 @@ plan:
       type: list
       elements: dict
     instances:
-      description:
-        - One entry for each wanted instance, sorted by name.
-        - C(arguments) are the words after the C(vllm) program, beginning with C(serve).
-        - C(served_model_name) is the name for clients; the instance answers to its own name as well.
-        - C(settings) are the wishes the plan was made from. An instance whose record holds equal settings keeps its
-          command line.
+      description: One entry for each wanted instance, sorted by name. Sizes are bytes, lengths tokens.
       type: list
       elements: dict
+      contains:
+        name:
+          description: Its name.
+          type: str
+        fits:
+          description: Whether it fits; C(reason) and C(alternatives) say more when it does not.
+          type: bool
+        state:
+          description: The wanted state.
+          type: str
+        model:
+          description: The model's name.
+          type: str
+        model_path:
+          description: Where the model lies on the host, or will lie.
+          type: str
+        model_digest:
+          description: The digest of the model's files, null when it was planned from its configuration alone.
+          type: str
+        engine_version:
+          description: The vLLM release.
+          type: str
+        port:
+          description: The port.
+          type: int
+        listen_address:
+          description: The address.
+          type: str
+        served_model_name:
+          description: The name for clients; the instance answers to its own name as well.
+          type: str
+        api_key_file:
+          description: The file with the key on the host, or null.
+          type: str
+        isolation:
+          description: How it shares its GPUs.
+          type: str
+        settings:
+          description: The wishes it was planned from. One whose record holds equal settings keeps its command line.
+          type: dict
+        devices:
+          description: UUIDs of its GPUs or MIG slices, in the order of ranks.
+          type: list
+          elements: str
+        budget:
+          description:
+            - One mapping for each device, with total, free, requested, weights, activation, non_torch, cuda_graphs,
+              kv_cache and headroom.
+            - Each is a mapping of bytes, source (exact, modelled, measured or expected), low and high.
+          type: list
+          elements: dict
+        kv_cache_tokens:
+          description: Tokens that the KV cache holds, counted as the release counts them.
+          type: int
+        kv_cache_blocks:
+          description: Blocks of the KV cache.
+          type: int
+        max_concurrency:
+          description: Requests of full length that fit at once.
+          type: float
+        max_model_len:
+          description: The context length.
+          type: int
+        max_num_seqs:
+          description: Requests the engine works on at once.
+          type: int
+        max_num_batched_tokens:
+          description: Tokens of one step.
+          type: int
+        gpu_memory_utilization:
+          description: The share of the device that the engine checks or sizes by.
+          type: float
+        kv_cache_memory_bytes:
+          description: The KV cache on each GPU; null for releases that size it by the utilisation.
+          type: int
+        arguments:
+          description: The words after the C(vllm) program, beginning with C(serve).
+          type: list
+          elements: str
+        environment:
+          description: The variables of its unit, without secrets.
+          type: dict
+        start_after:
+          description: Instances on the same devices that start before it.
+          type: list
+          elements: str
+        estimated:
+          description: Whether the model's files or the effect of C(extra_args) were not known.
+          type: bool
+        kept:
+          description: Whether the recorded plan of the running instance was kept.
+          type: bool
+        warnings:
+          description: What to know about it.
+          type: list
+          elements: str
+        reason:
+          description: Why it does not fit, as a mapping of code and text; null when it does.
+          type: dict
+        alternatives:
+          description: Changes with which it would fit, best first, each with its figures.
+          type: list
+          elements: dict
     gpus:
-      description: One entry for each GPU or MIG slice with its total, free and planned bytes.
+      description: One entry for each GPU or MIG slice with its total, free, foreign, margin and planned bytes.
       type: list
       elements: dict
 """

@@ -206,11 +206,14 @@ def choose(
     ledger: Ledger,
     need: Callable[[Device], Optional[int]],
     spread: bool = False,
+    *,
+    prefer: Sequence[str] = (),
 ) -> Tuple[List[Device], Optional[Refusal]]:
     """The devices for one instance, or why there are none.
 
-    need: bytes on a device, None where the device cannot serve it at all. Best fit: the nearest devices of one kind,
-    among those the ones that leave least free (``spread``: most free), then by PCI address and UUID.
+    need: bytes on a device, None where the device cannot serve it at all. prefer: UUIDs of the devices it runs on now,
+    taken again when they still serve. Best fit: the nearest devices of one kind, among those the ones that leave least
+    free (``spread``: most free), then by PCI address and UUID.
     """
     allowed, refusal = candidates(host, instance, ledger)
     if refusal:
@@ -226,6 +229,9 @@ def choose(
         size = need(device)
         if size is not None and size <= ledger.remaining(device, instance.name):
             fitting.append(device)
+    same = [device for device in fitting if device.uuid in prefer]
+    if len(same) == len(prefer) == instance.world_size and len({device.kind for device in same}) == 1:
+        return same, None
     best: Optional[Tuple[Any, List[Device]]] = None
     groups: Dict[Any, List[Device]] = {}
     for device in fitting:

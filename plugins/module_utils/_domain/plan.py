@@ -38,7 +38,7 @@ class Context:
 
 
 def plan(request: Mapping[str, Any]) -> Dict[str, Any]:
-    """The plan for one host, as plain data (see docs/planning.md for the schema).
+    """The plan for one host, as plain data (the schema is in the documentation of vllm_plan).
 
     request: ``gpu`` (facts), ``models`` (name -> facts), ``instances`` (list), ``engine_version``, ``data``
     (``{releases, gpus}``), and optionally ``host`` (facts), ``profiles``, ``reserve`` (bytes per GPU), ``replan``,
@@ -50,6 +50,7 @@ def plan(request: Mapping[str, Any]) -> Dict[str, Any]:
     _known_models(live, request.get("models") or {})
     findings: List[Finding] = []
     host = _host(request, wanted, findings) if live else Host(())
+    request = {**request, "leaving": [item.name for item in wanted if item.state == "absent"]}
     jobs = solve(live, request, host)
     alternatives = {job.name: _alternatives(job, jobs, request, host) for job in jobs if job.reason}
     mps = [str(daemon.get("pipe_directory")) for daemon in (request.get("gpu") or {}).get("mps") or []]

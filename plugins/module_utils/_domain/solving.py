@@ -78,6 +78,7 @@ class Job:
     way: Optional[Sized] = None
     before: Tuple[str, ...] = ()
     ahead: Tuple[int, ...] = ()  # bytes of those that start before, per device
+    home: Tuple[str, ...] = ()  # UUIDs of the devices it has now
 
     @property
     def engine(self) -> str:
@@ -176,9 +177,9 @@ def _path(name: str, models: Mapping[str, Any], request: Mapping[str, Any]) -> s
 
 
 def _port_conflict(instance: Instance, request: Mapping[str, Any]) -> Optional[Refusal]:
-    ours = f"vllm-{instance.name}.service"
+    ours = {f"vllm-{name}.service" for name in (instance.name, *(request.get("leaving") or ()))}
     for listener in (request.get("host") or {}).get("ports") or []:
-        if int(listener.get("port") or 0) != instance.port or listener.get("unit") == ours:
+        if int(listener.get("port") or 0) != instance.port or listener.get("unit") in ours:
             continue
         address = str(listener.get("address") or "")
         wild = ("0.0.0.0", "::", "*", "")
@@ -248,6 +249,7 @@ def _dotted(capability: Tuple[int, int]) -> str:
 def _keep(job: Job, fact: Mapping[str, Any], host: Host, ledger: Ledger) -> None:
     """Take over the recorded plan of an instance whose wishes, model and devices are still the same."""
     record = fact.get("record") or {}
+    job.home = tuple(str(uuid) for uuid in record.get("devices") or ())
     if job.reason or record.get("settings") != job.instance.settings() or record.get("model_path") != job.path:
         return
     digests = (record.get("model_digest"), job.model.digest)
@@ -283,7 +285,7 @@ def _place(job: Job, host: Host, ledger: Ledger, request: Mapping[str, Any]) -> 
     last: Optional[Refusal] = None
     for length, small in itertools.product(_lengths(job), (False, True)):
         sized = _Sizer(job, length, small, records)
-        devices, refusal = placement.choose(host, job.instance, ledger, sized.need, spread)
+        devices, refusal = placement.choose(host, job.instance, ledger, sized.need, spread, prefer=job.home)
         if refusal is None:
             refusal = _device_problem(job, devices)
         if refusal and refusal.code == "unsupported_by_device":

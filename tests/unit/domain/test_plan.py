@@ -486,6 +486,24 @@ def test_gpus_whose_memory_cannot_be_read_are_not_taken_for_shared_ones():
     assert entry["reason"]["code"] == "unsupported_by_device" and "memory is not known" in entry["reason"]["text"]
 
 
+def test_a_changed_instance_stays_on_its_gpus_when_they_still_serve():
+    wanted = request({"isolation": "shared", "max_model_len": 8192}, devices=[gpu(0, used=40), gpu(1), gpu(2)])
+    assert only(plan(wanted))["devices"] == ["GPU-0000"]
+    running(wanted, "i0", 20, {"devices": ["GPU-0002"], "settings": {"max_model_len": 4096}}, device=2)
+    moved = only(plan(wanted))
+    assert not moved["kept"] and moved["devices"] == ["GPU-0002"]
+    wanted["instances"][0].update(gpus=2)
+    assert len(only(plan(wanted))["devices"]) == 2
+
+
+def test_a_port_of_an_instance_that_is_removed_is_free():
+    listener = {"address": "127.0.0.1", "port": 8000, "pid": 5, "process": "vllm", "unit": "vllm-old.service"}
+    wanted = request({}, {"name": "old", "state": "absent", "port": 8000}, host={"ports": [listener]})
+    assert plan(wanted)["instances"][0]["fits"]
+    wanted["instances"].pop()
+    assert only(plan(wanted))["reason"]["code"] == "port_conflict"
+
+
 # -- properties --------------------------------------------------------------------------------------------------------
 
 _versions = st.sampled_from(["0.6.3", "0.7.3", "0.8.5", "0.9.2", "0.10.2", "0.14.1", "0.19.1", "0.24.0", "0.33.0"])
