@@ -128,15 +128,22 @@ class Model:
     @classmethod
     def of(cls, name: str, facts: Mapping[str, Any]) -> Model:
         """From model facts; equal facts are read once per process."""
+        problems = [
+            f"{finding.get('text')} {finding.get('remedy') or ''}".strip()
+            for finding in facts.get("findings") or []
+            if finding.get("severity") == "error"
+        ]
+        if problems:
+            return cls(name, "", facts, None, " ".join(problems))
         digest = facts.get("digest")
         key = str(digest) if digest else json.dumps([facts.get("config"), facts.get("weights")], sort_keys=True)
         found = _MODELS.get(key)
         if found is None:
             try:
                 shape = parse_shape(facts.get("config") or {})
-                found = cls(name, key, facts, shape, "", weights.rank_weights(shape, facts).bytes)
             except FleetError as error:
-                found = cls(name, key, facts, None, f"{error.message} {error.hint}".strip())
+                return cls(name, "", facts, None, f"{error.message} {error.hint}".strip())
+            found = cls(name, key, facts, shape, "", weights.rank_weights(shape, facts).bytes)
             if len(_MODELS) >= MODELS_KEPT:
                 _MODELS.clear()
             _MODELS[key] = found

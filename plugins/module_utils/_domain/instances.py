@@ -92,6 +92,14 @@ class Instance:
         return result
 
 
+def same_settings(recorded: Any, wanted: Instance) -> bool:
+    """Whether a recorded plan was made from these wishes; keys that the record does not know yet count as defaults."""
+    if not isinstance(recorded, Mapping):
+        return False
+    default = Instance(wanted.name, wanted.model, wanted.engine_version, wanted.port).settings()
+    return all(recorded.get(key, default[key]) == value for key, value in wanted.settings().items())
+
+
 class _Problem(Exception):
     pass
 

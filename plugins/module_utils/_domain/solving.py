@@ -24,7 +24,7 @@ from ansible_collections.gpufleet.inference.plugins.module_utils._domain.estimat
     estimate,
     lora_bytes,
 )
-from ansible_collections.gpufleet.inference.plugins.module_utils._domain.instances import Instance
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.instances import Instance, same_settings
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.kvcache import Settings, Speculative
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.placement import (
     PARTS,
@@ -250,7 +250,7 @@ def _keep(job: Job, fact: Mapping[str, Any], host: Host, ledger: Ledger) -> None
     """Take over the recorded plan of an instance whose wishes, model and devices are still the same."""
     record = fact.get("record") or {}
     job.home = tuple(str(uuid) for uuid in record.get("devices") or ())
-    if job.reason or record.get("settings") != job.instance.settings() or record.get("model_path") != job.path:
+    if job.reason or not same_settings(record.get("settings"), job.instance) or record.get("model_path") != job.path:
         return
     digests = (record.get("model_digest"), job.model.digest)
     if None not in digests and digests[0] != digests[1]:

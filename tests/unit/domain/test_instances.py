@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
-from ansible_collections.gpufleet.inference.plugins.module_utils._domain.instances import Memory, normalise
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.instances import (
+    Memory,
+    normalise,
+    same_settings,
+)
 
 GOOD = {"name": "chat", "model": "llama", "port": 8000}
 
@@ -118,6 +124,17 @@ def test_engine_version_may_be_missing_nowhere():
     with pytest.raises(FleetError) as refused:
         normalise([GOOD], None)
     assert "engine_version is missing" in refused.value.message
+
+
+def test_a_record_from_before_a_key_existed_is_still_the_same_wish():
+    instance = one(environment={"A": "b"}, gpus=2)
+    recorded = json.loads(json.dumps(instance.settings()))
+    assert same_settings(recorded, instance)
+    del recorded["isolation"]
+    assert same_settings(recorded, instance)
+    del recorded["environment"]
+    assert not same_settings(recorded, instance)
+    assert not same_settings(None, instance)
 
 
 _junk = st.recursive(
