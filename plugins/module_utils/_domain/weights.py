@@ -407,8 +407,9 @@ class _Case:
         part = _Sum()
         self._layer(self.shape.mtp_layer, part)
         size = part.total + (2 * self.shape.hidden * self.shape.hidden + 3 * self.shape.hidden) * self.element
-        size += self.padded_vocab // self.tp * self.shape.hidden * self.element
-        total.add("mtp", size * self.shape.mtp_layers)
+        # Each draft layer comes with a head; the embedding is there once.
+        table = self.padded_vocab // self.tp * self.shape.hidden * self.element
+        total.add("mtp", (size + table) * self.shape.mtp_layers + table)
 
     # -- from the files --------------------------------------------------------------------------------------------
 

@@ -1,0 +1,144 @@
+"""Weights of a rank: against the engine's own module trees, against headers, and against logged starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import checkpoints
+import oracle_cases as cases
+import pytest
+
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain import safetensors, weights
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.shape import parse_shape
+
+GIB = 1 << 30
+CONFIGS = cases.ORACLE["configs"]
+
+
+def _ranks() -> list[Any]:
+    found: dict[tuple[Any, ...], Any] = {}
+    for case in cases.ORACLE["cases"]:
+        asked = cases.asked(case)
+        for rank in case["vllm"]["ranks"]:
+            key = (asked["model"], asked["tp"], asked["pp"], rank["pp_rank"], cases.capability(case))
+            found.setdefault(key, (case, rank))
+    return [pytest.param(*value, id="-".join(map(str, key[:4]))) for key, value in found.items()]
+
+
+@pytest.mark.parametrize(("case", "rank"), _ranks())
+def test_parameters_equal_the_engines_module_tree(case: dict, rank: dict) -> None:
+    asked, shape = cases.asked(case), cases.model(case)
+    estimate = weights.rank_weights(
+        shape,
+        None,
+        asked["tp"],
+        asked["pp"],
+        rank["pp_rank"],
+        version=cases.VERSION,
+        capability=cases.capability(case),
+    )
+    outside = sum(estimate.parts.get(name, 0) for name in ("rope", "absorbed", "rounding"))
+    # Quantised checkpoints carry a few scales per layer that the config does not tell.
+    allowed = 0 if not shape.quantization.method or shape.quantization.method == "mxfp4" else 18 * len(shape.layers)
+    assert abs(estimate.bytes - outside - rank["param_bytes"]) <= allowed
+    assert abs(estimate.parts.get("rope", 0) - rank["buffer_bytes"]) <= 2 << 20
+    assert estimate.estimated
+    assert estimate.low <= estimate.bytes <= estimate.high
+
+
+def facts(spec: checkpoints.Spec, layers: int) -> dict[str, Any]:
+    text, data = checkpoints.header(spec)
+    found = safetensors.parse_header(text, 8 + len(text) + data)
+    return {"weights": {"format": "safetensors", "groups": safetensors.group(found, layers)}}
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-3-8b", "llama-3.2-1b", "qwen2-7b", "qwen3-0.6b", "mixtral-8x7b", "deepseek-v2-lite"]
+)
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 3)])
+def test_headers_and_config_give_the_same_bytes(name: str, tp: int, pp: int) -> None:
+    shape = parse_shape(CONFIGS[name])
+    files = facts(checkpoints.tensors(CONFIGS[name]), len(shape.layers))
+    for rank in range(pp):
+        exact = weights.rank_weights(shape, files, tp, pp, rank)
+        derived = weights.rank_weights(shape, None, tp, pp, rank)
+        assert not exact.estimated
+        assert exact.bytes == pytest.approx(derived.bytes, rel=1e-6)
+
+
+def test_a_file_in_float32_is_halved_when_served_in_bfloat16() -> None:
+    config = {**CONFIGS["llama-3.2-1b"], "torch_dtype": "float32"}
+    shape = parse_shape(config)
+    files = facts(checkpoints.tensors(config, "F32"), 16)
+    whole = weights.rank_weights(shape, files, dtype="float32").bytes
+    half = weights.rank_weights(shape, files, dtype="bfloat16").bytes
+    assert half == pytest.approx(whole / 2, rel=0.01)
+
+
+def test_key_value_heads_are_replicated_beyond_their_number() -> None:
+    shape = parse_shape(CONFIGS["llama-3-70b"])
+    eight = weights.rank_weights(shape, None, 8)
+    sixteen = weights.rank_weights(shape, None, 16)
+    kv = 80 * 2 * 128 * 8192 * 2
+    assert sixteen.bytes - kv < eight.bytes / 2 + kv
+    assert sixteen.bytes * 2 > eight.bytes + kv * 0.9
+
+
+def test_extra_prediction_layers_count_only_when_used() -> None:
+    shape = parse_shape(CONFIGS["deepseek-v3"])
+    without = weights.rank_weights(shape, None, 8)
+    used = weights.rank_weights(shape, None, 8, speculative="mtp")
+    # The engine's own draft of this checkpoint takes 2,124,387,488 bytes at this size.
+    assert used.bytes - without.bytes == pytest.approx(2124387488, rel=0.003)
+    spec = {"model.layers.61.eh_proj.weight": ("BF16", (7168, 14336)), "model.layers.0.x.weight": ("BF16", (8,))}
+    groups = facts(spec, 61)["weights"]["groups"]
+    assert {group["role"] for group in groups} == {"mtp", "other"}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "bits"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, 4.15),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4.16),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, 8.0),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.5),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5),
+        ({"quant_method": "mxfp4"}, 16.0),
+    ],
+)
+def test_quantised_linears_take_their_bits_and_scales(quantization: dict, bits: float) -> None:
+    shape = parse_shape({**CONFIGS["llama-3-8b"], "quantization_config": quantization})
+    parts = weights.rank_weights(shape, None).parts
+    linear = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
+    assert (parts["attention"] + parts["mlp"]) * 8 / linear == pytest.approx(bits, rel=0.01)
+    assert parts["lm_head"] == 128256 * 4096 * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "logged"),
+    [
+        # "Model loading took" of recorded starts: OBS-019, OBS-027, OBS-028, OBS-046, OBS-036, OBS-034.
+        ("llama-3.1-8b", 1, 14.99),
+        ("llama-3.1-8b", 2, 7.51),
+        ("llama-3.1-8b", 4, 3.77),
+        ("qwen2-7b", 1, 14.25),
+        ("mixtral-8x7b", 2, 43.51),
+    ],
+)
+def test_weights_are_what_the_engine_logged(name: str, tp: int, logged: float) -> None:
+    assert weights.rank_weights(parse_shape(CONFIGS[name]), None, tp).bytes / GIB == pytest.approx(logged, abs=0.01)
+
+
+def test_the_allocator_keeps_what_it_cannot_split() -> None:
+    mib = 1 << 20
+    assert weights.allocator_slack(9 * mib) == 0
+    assert weights.allocator_slack(31 * mib + mib // 2) == mib // 2
+    assert weights.allocator_slack(24 * mib + mib // 2) == 0
+
+
+def test_expert_parallel_ranks_hold_whole_experts_of_the_same_bytes() -> None:
+    shape = parse_shape(CONFIGS["mixtral-8x7b"])
+    assert (
+        weights.rank_weights(shape, None, 4, expert_parallel=True).parts["experts"]
+        == (weights.rank_weights(shape, None, 4).parts["experts"])
+    )
