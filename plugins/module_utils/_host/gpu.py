@@ -20,6 +20,7 @@ from ansible_collections.gpufleet.inference.plugins.module_utils._host.systemd_r
 
 HELPER = "/usr/local/lib/gpufleet/gpufleet.pyz"
 CONFIGURATION = "/etc/vllm"
+PROFILES = "/var/lib/gpufleet/profiles"
 _MPS_CONTROL = "nvidia-cuda-mps"  # the kernel keeps 15 characters: control daemon and server alike
 _MPS_PATIENCE_S = 2.0
 _FABRIC_MANAGER = "nvidia-fabricmanager.service"
@@ -71,6 +72,7 @@ def gather(
         "mps": [],
         "instances": [],
         "helper": {"digest": helper_digest(root)},
+        "profiles": _profiles(root),
         "unavailable": unavailable,
     }
     _explain_driver(facts, on_disk)
@@ -297,6 +299,12 @@ def _instance(root: Root, name: str) -> Optional[dict[str, Any]]:
         "arguments": record.get("arguments") or [],
         "record": record or None,
     }
+
+
+def _profiles(root: Root) -> list[dict[str, Any]]:
+    """What earlier starts on this host logged, for the planner."""
+    found = (_record(root, f"{PROFILES}/{name}") for name in root.listdir(PROFILES) if name.endswith(".json"))
+    return [profile for profile in found if profile]
 
 
 def _record(root: Root, path: str) -> Optional[dict[str, Any]]:
