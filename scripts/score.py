@@ -114,6 +114,8 @@ def configuration(entry: Row, row: Row) -> dict[str, Any] | None:
             vision = DYNAMIC_VISION_3 if key.startswith("qwen3") else DYNAMIC_VISION
         if not (row.get("flags") or {}).get("language_model_only"):
             config.setdefault("vision_config", dict(vision))
+    if config["model_type"] == "gemma3_text" and config.get("max_position_embeddings", 0) > 32768:
+        config.setdefault("rope_scaling", {"factor": 8.0, "rope_type": "linear"})
     config.setdefault("torch_dtype", config.get("dtype") or "bfloat16")
     stated = config.pop("quantization", None)
     quantization = _quantization(row, stated if isinstance(stated, dict) else None)

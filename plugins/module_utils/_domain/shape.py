@@ -318,9 +318,8 @@ def _integer(value: Any, what: str, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise bad(f"{what} should be a whole number, found {_shown(value)}.")
     if not low <= value <= high:
-        raise bad(
-            f"{what} should lie between {low} and {high}, found {_shown(value) if abs(value) < 1e18 else 'more'}."
-        )
+        found = str(value) if abs(value) < 1 << 60 else "a number beyond any use"
+        raise bad(f"{what} should lie between {low} and {high}, found {found}.")
     return value
 
 
