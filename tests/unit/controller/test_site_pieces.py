@@ -10,6 +10,7 @@ from ansible.errors import AnsibleFilterError, AnsibleLookupError
 
 from ansible_collections.gpufleet.inference.plugins.filter.model_paths import model_paths
 from ansible_collections.gpufleet.inference.plugins.filter.plan_refusal import plan_refusal
+from ansible_collections.gpufleet.inference.plugins.filter.plannable import plannable
 from ansible_collections.gpufleet.inference.plugins.lookup.endpoint import LookupModule
 from ansible_collections.gpufleet.inference.plugins.plugin_utils._endpoints import endpoints
 
@@ -61,3 +62,15 @@ def test_a_refusal_has_the_code_the_figures_and_what_works():
         "chat does not fit (refused_kv): 60 GiB are needed, 40 GiB are left. "
         "What works: max_model_len: 4096; or max_num_seqs: 8."
     )
+
+
+def test_an_instance_waits_for_a_model_that_is_fetched_later_and_a_missing_path_stays_to_be_refused():
+    missing = {"findings": [{"code": "model_missing"}]}
+    broken = {"findings": [{"code": "model_broken"}]}
+    models = {"local": {"path": "/srv/a"}, "hub": {"repo": "x/y"}, "bad": {"repo": "x/z"}, "here": {"repo": "x/h"}}
+    facts = {"local": missing, "hub": missing, "bad": broken, "here": {"findings": []}}
+    instances = [{"name": model, "model": model} for model in (*models, "unknown")]
+    kept = [entry["name"] for entry in plannable(instances, models, facts)]
+    assert kept == ["local", "bad", "here", "unknown"]
+    assert plannable(["not a mapping"], models, facts) == ["not a mapping"]
+    assert plannable("not a list", models, facts) == "not a list"
