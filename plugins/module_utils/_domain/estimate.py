@@ -161,8 +161,14 @@ class Model:
 
     @property
     def quantization(self) -> str:
-        """The quantisation method of the checkpoint; "" for none."""
-        return self.shape.quantization.method if self.shape else ""
+        """The quantisation method of the checkpoint, as its config names it to the engine; "" for none."""
+        config = self.facts.get("config")
+        for part in (config, config.get("text_config") if isinstance(config, Mapping) else None):
+            for key in ("quantization_config", "compression_config"):
+                found = part.get(key) if isinstance(part, Mapping) else None
+                if isinstance(found, Mapping) and found.get("quant_method"):
+                    return str(found["quant_method"])
+        return ""
 
     @property
     def digest(self) -> Optional[str]:

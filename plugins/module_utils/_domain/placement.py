@@ -394,10 +394,17 @@ def _held(
             untold.add(name)
     for owner in owners.values():
         name = str(owner.get("name"))
-        for part in (owner.get("record") or {}).get("budget") or []:
-            if name in untold and part.get("uuid") == uuid:
-                held[name] = max(held[name], sum(int(part[term]["bytes"]) for term in PARTS))
+        if name in untold:
+            held[name] = max(held[name], recorded(owner.get("record"), "bytes").get(uuid, 0))
     return tuple(sorted(held.items()))
+
+
+def recorded(record: Any, end: str) -> Dict[str, int]:
+    """Bytes per device UUID in a recorded plan (``end``: bytes, low or high); empty when it cannot be read."""
+    try:
+        return {str(part["uuid"]): sum(int(part[term][end]) for term in PARTS) for part in record["budget"]}
+    except (KeyError, TypeError, ValueError):
+        return {}
 
 
 def _links(

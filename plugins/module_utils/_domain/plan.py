@@ -74,6 +74,11 @@ def _known_models(live: Sequence[Instance], models: Mapping[str, Any]) -> None:
             f"No facts of model {', '.join(unknown)}; known are {', '.join(sorted(models)) or 'none'}.",
             "Add the model to vllm_models_list, or correct `model:`.",
         )
+    bad = sorted({instance.model for instance in live if not isinstance(models[instance.model], Mapping)})
+    if bad:
+        raise FleetError(
+            "bad_models", f"The facts of model {', '.join(bad)} are no mapping.", "Pass what model_facts returned."
+        )
 
 
 def _host(request: Mapping[str, Any], wanted: Sequence[Instance], findings: List[Finding]) -> Host:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain import arguments, placement, profiles
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.estimate import (
     Estimate,
     Model,
@@ -27,11 +28,11 @@ from ansible_collections.gpufleet.inference.plugins.module_utils._domain.estimat
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.instances import Instance, same_settings
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.kvcache import Settings, Speculative
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.placement import (
-    PARTS,
     Device,
     Host,
     Ledger,
     Refusal,
+    recorded,
 )
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.release_rules import counts_other_processes
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.release_rules import engine as engine_of
@@ -115,7 +116,7 @@ class Job:
     def planned(self, rank: int) -> int:
         """Upper end of the bytes on its device number ``rank``, KV cache included."""
         if self.kept is not None:
-            return sum(int(self.kept["budget"][rank][part]["high"]) for part in PARTS)
+            return recorded(self.kept, "high")[self.devices[rank].uuid]
         need = self.need(rank)
         return need.fixed + self.placed.blocks * need.block_bytes
 
@@ -131,7 +132,10 @@ def solve(live: Sequence[Instance], request: Mapping[str, Any], host: Host) -> L
             _keep(job, facts.get(job.name) or {}, host, ledger)
     for job in sorted(jobs, key=_order):
         if not job.reason and not job.kept:
-            _place(job, host, ledger, request)
+            try:
+                _place(job, host, ledger, request)
+            except FleetError as error:  # what the engine would refuse about the model under these settings
+                job.reason = Refusal("unsupported_by_engine", f"{error.message} {error.hint}".strip())
     _grow(jobs, ledger)
     _queue(jobs)
     return jobs
@@ -248,23 +252,24 @@ def _dotted(capability: Tuple[int, int]) -> str:
 
 def _keep(job: Job, fact: Mapping[str, Any], host: Host, ledger: Ledger) -> None:
     """Take over the recorded plan of an instance whose wishes, model and devices are still the same."""
-    record = fact.get("record") or {}
+    record = fact.get("record")
+    record = record if isinstance(record, Mapping) else {}
     job.home = tuple(str(uuid) for uuid in record.get("devices") or ())
     if job.reason or not same_settings(record.get("settings"), job.instance) or record.get("model_path") != job.path:
         return
     digests = (record.get("model_digest"), job.model.digest)
     if None not in digests and digests[0] != digests[1]:
         return
-    devices = [device for device in (host.find(str(uuid)) for uuid in record.get("devices") or []) if device]
-    budget = record.get("budget") or []
-    if not devices or len(devices) != len(record["devices"]) or len(budget) != len(devices):
+    sizes = recorded(record, "high")
+    devices = [device for device in (host.find(uuid) for uuid in job.home) if device and device.uuid in sizes]
+    if not devices or len(devices) != len(job.home):
         return
-    sizes = [sum(int(part[term]["high"]) for term in PARTS) for part in budget]
+    needed = [sizes[device.uuid] for device in devices]
     running = str(fact.get("active_state")) in RUNNING_STATES
-    if not running and any(size > ledger.remaining(device, job.name) for device, size in zip(devices, sizes)):
+    if not running and any(size > ledger.remaining(device, job.name) for device, size in zip(devices, needed)):
         return
     job.kept, job.devices = dict(record), tuple(devices)
-    ledger.add(job.name, devices, sizes, placement.is_exclusive(job.instance))
+    ledger.add(job.name, devices, needed, placement.is_exclusive(job.instance))
 
 
 def _order(job: Job) -> Tuple[Any, ...]:

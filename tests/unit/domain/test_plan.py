@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain import profiles, releases
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.placement import PARTS
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.plan import plan
-from ansible_collections.gpufleet.inference.plugins.module_utils._domain.solving import PARTS
 from ansible_collections.gpufleet.inference.plugins.plugin_utils._data_files import planner_data
 
 GIB = 2**30
@@ -509,6 +509,30 @@ def test_a_changed_instance_stays_on_its_gpus_when_they_still_serve():
     assert not moved["kept"] and moved["devices"] == ["GPU-0002"]
     wanted["instances"][0].update(gpus=2)
     assert len(only(plan(wanted))["devices"]) == 2
+
+
+@pytest.mark.parametrize("damage", [{"budget": "?"}, {"budget": [{"uuid": "GPU-0000"}]}, {"devices": ["GPU-9"]}])
+def test_a_damaged_record_is_planned_anew(damage):
+    wanted = request({})
+    record = only(plan(wanted))
+    running(wanted, "i0", 60, {**record, **damage})
+    entry = only(plan(wanted))
+    assert entry["fits"] and not entry["kept"]
+
+
+@pytest.mark.parametrize("facts", ["a path", None, ["x"]])
+def test_model_facts_of_another_shape_are_malformed_input(facts):
+    wanted = request({"model": "odd"})
+    wanted["models"] = {"odd": facts}
+    with pytest.raises(FleetError) as refused:
+        plan(wanted)
+    assert refused.value.code == "bad_models"
+
+
+def test_a_config_of_another_shape_is_a_bad_model():
+    wanted = request({"model": "odd"})
+    wanted["models"] = {"odd": {"config": ["x"]}}
+    assert only(plan(wanted))["reason"]["code"] == "bad_shape"
 
 
 def test_a_port_of_an_instance_that_is_removed_is_free():
