@@ -280,6 +280,36 @@ def predict(row: Row, models: dict[str, Row], known_weights: bool) -> memory.Bud
         return None
 
 
+def unstated(row: Row) -> str:
+    """What a row leaves open that moves memory; "" when nothing is known to be missing."""
+    flags = row.get("flags") or {}
+    name = str(row.get("gpu_class") or "")
+    found = []
+    if not row.get("gpu_memory_utilization"):
+        found.append("utilisation not stated, the engine's default assumed")
+    if not row.get("gpu_total_gib"):
+        found.append("memory of the device not stated, that of its class assumed")
+    if not row.get("vllm_version"):
+        found.append("release not stated, one of its date assumed")
+    if not row.get("max_num_seqs") or not row.get("max_num_batched_tokens"):
+        found.append("batch sizes not stated, the engine's defaults assumed")
+    if row.get("engine") == "v0" and (row.get("tensor_parallel") or 1) > 1:
+        found.append("one worker's figures; the driver's, which also samples, bound the blocks")
+    if "GB10" in name or "Jetson" in name or "Thor" in name:
+        found.append("unified memory: what the host holds counts, too")
+    if str(flags.get("speculative") or "").startswith(("d", "eagle")):
+        found.append("size of the draft model not stated")
+    if flags.get("kv_transfer_config"):
+        found.append("a KV connector takes its share")
+    if flags.get("cpu_offload_gb"):
+        found.append("part of the weights lies in host memory")
+    if any(word in str(row.get("quantization") or "") for word in ("auto_round", "exl3", "gguf")):
+        found.append("what this build left unquantised is not stated")
+    if "V4" in str(row.get("model")):
+        found.append("the compressed cache of this family is not modelled")
+    return "; ".join(found)
+
+
 def quantile(values: list[float], share: float) -> float:
     """The value below which ``share`` of the values lie."""
     ordered = sorted(values)
@@ -352,6 +382,8 @@ def score(rows: list[Row], models: dict[str, Row], details: bool) -> None:
             if known or details:
                 for row, found, error, plan in misses:
                     print(_detail(row, found, error, plan))
+                    if error > 0.1:
+                        print(f"      {unstated(row) or 'unknown'}")
         for name, rule in PUBLIC_RULES.items():
             errors = []
             for row in members:

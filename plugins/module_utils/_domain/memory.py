@@ -284,7 +284,8 @@ class _Case:
         """Peak of the dry run: the widest of a full batch through one layer, or sampling every sequence at once."""
         shape, element, batched = self.shape, self.element, self.batched
         hidden = shape.hidden
-        widths = 3 * shape.intermediate / self.tp + 4 * hidden
+        gated = any(layer.mlp.gated for layer in shape.layers if layer.mlp is not None)
+        widths = (3 if gated else 2) * shape.intermediate / self.tp + 4 * hidden
         passed = 2 * batched * hidden * element if self.pp > 1 else 0
         forward = batched * element * widths + passed
         rows = min(self.seqs, batched)
@@ -461,8 +462,8 @@ class _Case:
         if applied:
             slack.append((int(taken * 0.4), int(taken * 0.6)))
         # The terms err independently: their squares add up.
-        up = math.sqrt(sum(low * low for low, _ in slack))
-        down = math.sqrt(sum(high * high for _, high in slack))
+        up = math.sqrt(sum(low * low for low, _high in slack))
+        down = math.sqrt(sum(high * high for _low, high in slack))
         sources = {t.source for t in (size, activation, non_torch)}
         source = "measured" if sources == {"measured"} else "modelled"
         if rules.counts_other_processes(self.version, self.engine) and self.device.free is not None:
