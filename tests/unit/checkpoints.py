@@ -99,3 +99,48 @@ def write(path: Path, spec: Spec) -> int:
         stream.write(struct.pack("<Q", len(text)) + text)
         stream.truncate(8 + len(text) + data)
     return 8 + len(text) + data
+
+
+def quantised(spec: Spec, method: str) -> Spec:
+    """The same checkpoint with its linears stored as AWQ, GPTQ or block-wise FP8 does."""
+    found: Spec = {}
+    for name, (dtype, sizes) in spec.items():
+        linear = name.endswith("_proj.weight") or ".experts." in name
+        if not linear:
+            found[name] = (dtype, sizes)
+            continue
+        out, inputs = sizes
+        base = name[: -len("weight")]
+        if method == "fp8":
+            found[name] = ("F8_E4M3", sizes)
+            found[f"{base}weight_scale_inv"] = ("F32", (-(-out // 128), -(-inputs // 128)))
+            continue
+        packed = (inputs, out // 8) if method == "awq" else (inputs // 8, out)
+        found[f"{base}qweight"] = ("I32", packed)
+        found[f"{base}qzeros"] = ("I32", (inputs // 128, out // 8))
+        found[f"{base}scales"] = ("F16", (inputs // 128, out))
+        if method == "gptq":
+            found[f"{base}g_idx"] = ("I32", (inputs,))
+    return found
+
+
+def gpt_oss(config: Mapping[str, Any]) -> Spec:
+    """gpt-oss as it is published: experts of a layer stacked, in 4-bit blocks with a scale per 32."""
+    hidden, inner, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    plain = {key: value for key, value in config.items() if key != "num_local_experts"}
+    found: Spec = {}
+    for name, value in tensors({**plain, "intermediate_size": 1}).items():
+        if ".mlp." not in name:
+            found[name] = value
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")):
+            found[name.replace("weight", "bias")] = ("BF16", value[1][:1])
+    for layer in range(config["num_hidden_layers"]):
+        start = f"model.layers.{layer}."
+        found[f"{start}self_attn.sinks"] = ("BF16", (config["num_attention_heads"],))
+        found[f"{start}mlp.router.weight"] = ("BF16", (experts, hidden))
+        found[f"{start}mlp.router.bias"] = ("BF16", (experts,))
+        for name, out, width in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+            found[f"{start}mlp.experts.{name}_blocks"] = ("U8", (experts, out, width // 32, 16))
+            found[f"{start}mlp.experts.{name}_scales"] = ("U8", (experts, out, width // 32))
+            found[f"{start}mlp.experts.{name}_bias"] = ("BF16", (experts, out))
+    return found

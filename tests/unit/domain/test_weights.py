@@ -66,6 +66,30 @@ def test_headers_and_config_give_the_same_bytes(name: str, tp: int, pp: int) -> 
         assert exact.bytes == pytest.approx(derived.bytes, rel=1e-6)
 
 
+QUANTISED = {
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+
+
+@pytest.mark.parametrize("method", sorted(QUANTISED))
+@pytest.mark.parametrize(("name", "tp"), [("llama-3-8b", 1), ("llama-3-8b", 4), ("mixtral-8x7b", 2)])
+def test_headers_and_config_agree_on_quantised_checkpoints(method: str, name: str, tp: int) -> None:
+    shape = parse_shape({**CONFIGS[name], "quantization_config": QUANTISED[method]})
+    files = facts(checkpoints.quantised(checkpoints.tensors(CONFIGS[name]), method), 32)
+    exact, derived = weights.rank_weights(shape, files, tp), weights.rank_weights(shape, None, tp)
+    assert exact.bytes == pytest.approx(derived.bytes, rel=0.003)
+
+
+@pytest.mark.parametrize(("tp", "capability"), [(1, (9, 0)), (2, (9, 0)), (1, (8, 0))])
+def test_experts_in_four_bit_blocks_are_padded_as_the_backend_does(tp: int, capability: tuple[int, int]) -> None:
+    shape = parse_shape(CONFIGS["gpt-oss-20b"])
+    files = facts(checkpoints.gpt_oss(CONFIGS["gpt-oss-20b"]), 24)
+    exact = weights.rank_weights(shape, files, tp, capability=capability)
+    assert exact.bytes == pytest.approx(weights.rank_weights(shape, None, tp, capability=capability).bytes, rel=0.001)
+
+
 def test_a_file_in_float32_is_halved_when_served_in_bfloat16() -> None:
     config = {**CONFIGS["llama-3.2-1b"], "torch_dtype": "float32"}
     shape = parse_shape(config)
