@@ -173,11 +173,14 @@ def _ports(instances: Sequence[Instance], host: Mapping[str, Any]) -> Iterator[F
     for instance in instances:
         if instance.state != "started":
             continue
+        said = set()
         for entry in host.get("ports") or []:
             taken = (
                 int(entry.get("port") or 0) == instance.port and entry.get("unit") != f"vllm-{instance.name}.service"
             )
-            if taken and _overlap(instance.listen_address, str(entry.get("address") or "")):
+            overlap = _overlap(instance.listen_address, str(entry.get("address") or ""))
+            if taken and overlap and entry.get("pid") not in said:
+                said.add(entry.get("pid"))
                 who = entry.get("process") or "a process"
                 unit = f" of {entry['unit']}" if entry.get("unit") else ""
                 yield _error(

@@ -128,6 +128,11 @@ def test_our_own_listener_another_port_and_another_address_are_no_conflict(port)
     assert check(host__ports=[port])["refused"] is False
 
 
+def test_a_process_that_listens_on_both_families_is_one_conflict():
+    result = check(host__ports=[FOREIGN_PORT, {**FOREIGN_PORT, "address": "::"}])
+    assert len(result["findings"]) == 1
+
+
 def test_what_is_not_wanted_to_run_needs_neither_port_nor_gpu():
     absent = [{"name": "chat", "model": "tiny", "port": 8000, "state": "absent"}]
     assert check(instances=absent, gpu__present=False, host__ports=[FOREIGN_PORT])["refused"] is False
