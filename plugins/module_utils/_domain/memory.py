@@ -63,15 +63,15 @@ NON_TORCH_NCCL_PER_RANK = 0.25
 GRAPH_BASE = 0.37 * GIB
 GRAPH_PER_LAYER = 0.155 * MIB
 GRAPH_PER_MOE_LAYER = 0.02 * GIB
-GRAPH_ESTIMATE_RATIO = 0.88  # the engine's own estimate over what it measures afterwards, median of 31
+# The engine's own estimate over that: the old runner extrapolates two graphs (median of 31 H100 rows), the new one
+# adds up nearly all of them (L4, 0.28: three rows whose printed 1.04 GiB hold it; one row of 0.27.1 took twice that).
+GRAPH_ESTIMATE_RATIO = 0.88
+GRAPH_ESTIMATE_RATIO_RUNNER2 = 1.05
 GRAPH_V0_BASE = 0.17 * GIB
 # Multimodal encoders: outputs for a full batch, and a working set (Gemma 3, Kimi-VL, Llama 4: 0.06-0.11 GiB).
 ENCODER_BASE = 0.09 * GIB
 # CUDA context and kernels per process, before anything is loaded (free at start of empty devices).
 CONTEXT_NCCL = 1.02 * GIB  # with communication buffers, from 0.11 (H100 x2, x4: 1.02-1.04; MoE 1.5)
-# From 0.27 all that a compiled start leaves behind is counted: 0.8 GiB more than eager on L4 (0.28, three rows; one
-# row of 0.27.1 lost 1.8). The cause is not known; the band is wide.
-COMPILE_RESIDUE = 0.75 * GIB
 # The old engine profiled one image per sequence for cross-attention models (Llama 3.2 Vision, 128 sequences: 36.6 GiB).
 CROSS_ATTENTION_IMAGE = 0.286 * GIB
 # Widths per patch that a dynamic-resolution encoder holds at its peak (Qwen2.5-VL 4.9, Omni 5.5 GiB at 65,536
@@ -127,6 +127,7 @@ class RankBudget:
     non_torch: Term
     cuda_graphs: Term
     graphs_inside: bool
+    graph_estimate: int  # what the engine itself takes off for graphs, where it does
     kv_available: Term
 
     @property
@@ -139,11 +140,6 @@ class RankBudget:
     def inside_high(self) -> int:
         graphs = self.cuda_graphs.high if self.graphs_inside else 0
         return self.weights.high + self.activation.high + self.non_torch.high + graphs
-
-    @property
-    def graph_estimate(self) -> int:
-        """What the engine itself takes off for graphs."""
-        return int(self.cuda_graphs.bytes * GRAPH_ESTIMATE_RATIO)
 
     def footprint(self, kv_bytes: int, worst: bool = True) -> int:
         """Bytes of the device the process takes with a cache of ``kv_bytes``: the upper ends, or what is expected."""
@@ -301,9 +297,6 @@ class _Case:
         state = self._state_outside() if self.engine == "v0" else 0
         size = max(working, size + outputs) + state
         low, high = size * 0.9 - 0.05 * GIB, size * 1.08 + 0.12 * GIB + 0.5 * working
-        if self.version >= (0, 27, 0) and not self.settings.enforce_eager:
-            size += COMPILE_RESIDUE
-            high += 2.5 * COMPILE_RESIDUE
         return self.term("activation", size, low, high)
 
     def _sampler(self, rows: int) -> float:
@@ -393,6 +386,10 @@ class _Case:
             size += GRAPH_PER_MOE_LAYER * moe * counts[rank] / len(self.shape.layers)
         return self.term("cuda_graphs", size, size * 0.6, size * 1.35)
 
+    def _estimate(self, graphs: Term) -> int:
+        ratio = GRAPH_ESTIMATE_RATIO_RUNNER2 if self.runner == rules.RUNNER2 else GRAPH_ESTIMATE_RATIO
+        return int(graphs.bytes * ratio)
+
     def context(self) -> Term:
         """CUDA context and kernels of the process, and from 0.11 its communication buffers."""
         size, low, high = context_gib(self.device)
@@ -432,6 +429,7 @@ class _Case:
                     non_torch=non_torch,
                     cuda_graphs=graphs,
                     graphs_inside=applied,
+                    graph_estimate=self._estimate(graphs),
                     kv_available=self._kv(requested, size, activation, non_torch, graphs, applied=applied),
                 )
             )
@@ -456,7 +454,7 @@ class _Case:
         wanted = self.settings.kv_cache_memory_bytes
         if wanted is not None:
             return Term(wanted, "exact", wanted, wanted)
-        taken = graphs.bytes * GRAPH_ESTIMATE_RATIO if applied else 0
+        taken = self._estimate(graphs) if applied else 0
         middle = requested - size.bytes - activation.bytes - non_torch.bytes - taken
         slack = [(t.bytes - t.low, t.high - t.bytes) for t in (size, activation, non_torch)]
         if applied:

@@ -191,7 +191,7 @@ class Shape:
     mtp_layer: Optional[Layer] = None
     per_layer_embedding: int = 0  # width of a second embedding per layer (Gemma 3n)
     per_layer_vocab: int = 0
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # "kv": this family's cache is not modelled, the layout is an estimate
 
     @property
     def attention_layers(self) -> tuple[Attention, ...]:
@@ -486,6 +486,7 @@ def _parse(config: Mapping[str, Any]) -> Shape:
         mtp_layers=mtp,
         mtp_layer=layers[-1] if mtp else None,
         per_layer_embedding=reader.integer("hidden_size_per_layer_input", default=0, high=1 << 16),
+        notes=("kv",) if reader.raw("compress_ratios") is not None or model_type.startswith("deepseek_v4") else (),
         per_layer_vocab=reader.integer("vocab_size_per_layer_input", default=0, high=1 << 24),
     )
 
