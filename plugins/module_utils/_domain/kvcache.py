@@ -182,7 +182,7 @@ class KvLayout:
         """What ``available`` bytes (per pipeline rank, or the same for all) hold for requests of ``max_model_len``."""
         rooms = self._rooms(available)
         if not self.groups:
-            return Capacity(True, 0, 0, 0.0, tuple(0 for _ in rooms), tuple(0 for _ in rooms), max_model_len)
+            return Capacity(True, 0, 0, 0.0, (0,) * len(rooms), (0,) * len(rooms), max_model_len)
         if self.override is not None:
             rooms = tuple(self.override * size for size in self.bytes_per_block)
         needed = self.needed(max_model_len)
@@ -191,7 +191,7 @@ class KvLayout:
         fits = longest >= max_model_len
         if not fits:
             reason = "refused_no_memory" if min(rooms) <= 0 else "refused_kv"
-            return Capacity(False, blocks, 0, 0.0, needed, tuple(0 for _ in rooms), longest, reason)
+            return Capacity(False, blocks, 0, 0.0, needed, (0,) * len(rooms), longest, reason)
         concurrency, tokens = self._tokens(blocks, max_model_len)
         allocated = tuple(blocks * size for size in self.bytes_per_block)
         return Capacity(True, blocks, tokens, concurrency, needed, allocated, longest)
@@ -207,7 +207,7 @@ class KvLayout:
 
     def _rooms(self, available: Union[int, Sequence[int]]) -> tuple[int, ...]:
         if isinstance(available, int):
-            return tuple(available for _ in self.bytes_per_block)
+            return (available,) * len(self.bytes_per_block)
         return tuple(available)
 
 
@@ -405,7 +405,7 @@ def _layer_caches(
     if settings.hybrid_kv_cache_manager is not None:
         hybrid = hybrid and settings.hybrid_kv_cache_manager
     counts = rules.pipeline_layers(version, len(shape.layers), settings.pipeline_parallel_size)
-    ranks = [rank for rank, count in enumerate(counts) for _ in range(count)]
+    ranks = [rank for rank, count in enumerate(counts) for _each in range(count)]
     states_in_blocks = rules.caches_state_in_blocks(version, engine)
     mixed = shape.is_hybrid and states_in_blocks
     speculative = settings.speculative.tokens if settings.speculative else 0

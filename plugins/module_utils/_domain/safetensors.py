@@ -95,7 +95,7 @@ def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()
-        for name, _ in pairs:
+        for name, _value in pairs:
             if name in seen:
                 raise bad(f'The header names "{name[:80]}" twice.')
             seen.add(name)
@@ -138,7 +138,7 @@ def parse_header(header: bytes, file_size: int) -> tuple[Tensor, ...]:
         raise bad(f"The tensors take {position} bytes, the file holds {max(room, 0)}: it is cut off.")
     if position < room:
         raise bad(f"The file holds {room - position} bytes more than its tensors.")
-    return tuple(tensor for _, _, tensor in found)
+    return tuple(tensor for _begin, _end, tensor in found)
 
 
 def _tensor(name: str, entry: Any) -> tuple[int, int, Tensor]:

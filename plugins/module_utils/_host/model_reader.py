@@ -119,7 +119,7 @@ def _json_file(folder: _Folder, name: str, *, required: bool) -> Optional[dict[s
         return None
     folder.digest.update(name.encode() + b"\0" + data + b"\0")
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=lambda _: None)
+        value = json.loads(data.decode("utf-8"), parse_constant=lambda _constant: None)
     except UnicodeDecodeError:
         folder.note("model_broken", f"{name} is not UTF-8 text.", "Fetch the file again.")
         return None
