@@ -31,6 +31,9 @@ PARTS = ("weights", "activation", "non_torch", "cuda_graphs", "kv_cache")
 # How near two GPUs are, nearest first; the names are those of `nvidia-smi topo -m`.
 DISTANCE = {"nvlink": 0, "psb": 1, "pix": 1, "pxb": 2, "phb": 3, "node": 4, "sys": 5}
 UNKNOWN_DISTANCE = 5
+NO_PEER_ACCESS = 6
+# Recovery actions of NVML after which a GPU serves nobody until it was reset.
+OUT_OF_SERVICE = ("reset", "reboot", "drain_and_reset")
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,9 @@ class Host:
     no_p2p: FrozenSet[Tuple[str, str]] = frozenset()
 
     def between(self, first: str, second: str) -> int:
-        """The distance of two devices by uuid."""
-        return self.distance.get((min(first, second), max(first, second)), UNKNOWN_DISTANCE)
+        """The distance of two devices by uuid; without peer access they are farther than any path."""
+        key = (min(first, second), max(first, second))
+        return NO_PEER_ACCESS if key in self.no_p2p else self.distance.get(key, UNKNOWN_DISTANCE)
 
     def find(self, wanted: str) -> Optional[Device]:
         """A device by UUID, PCI address or index."""
@@ -364,6 +368,9 @@ def _device(
     why_not = "its memory is not known" if not sizes["total"] else ""
     if mode == "prohibited":
         why_not = "compute mode is prohibited"
+    action = str((fact.get("health") or {}).get("recovery_action") or "")
+    if action in OUT_OF_SERVICE:
+        why_not = f"it needs a {action.replace('_', ' ')} after an error"
     return [Device(uuid=uuid, usable=not why_not, why_not=why_not, unified=unified, held=held, **sizes, **base)]
 
 

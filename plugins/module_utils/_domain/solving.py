@@ -34,7 +34,10 @@ from ansible_collections.gpufleet.inference.plugins.module_utils._domain.placeme
     Refusal,
     recorded,
 )
-from ansible_collections.gpufleet.inference.plugins.module_utils._domain.release_rules import counts_other_processes
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.release_rules import (
+    batch_defaults,
+    counts_other_processes,
+)
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.release_rules import engine as engine_of
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.releases import Release, ReleaseTable, table
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.units import GIB, gib
@@ -47,8 +50,6 @@ RUNNING_STATES = ("active", "activating", "reloading", "refreshing")
 TRUE = ("1", "true", "True")
 # (max_num_batched_tokens, max_num_seqs): the smallest that any release from 0.8.0 on takes by itself.
 SMALL_BATCH = (2048, 256)
-# Before this release a prompt is one step: a longer length means a larger step, and so more activation.
-V1_DEFAULT = (0, 8, 0)
 
 
 @dataclass(frozen=True)
@@ -362,11 +363,16 @@ def _least(job: Job, device: Device, length: int, small: bool, records: Sequence
 
 def _settings(job: Job, device: Device, length: int, small: bool) -> Settings:
     instance, release = job.instance, job.release
+    extra = _from_extra(job)
+    engine = engine_of(release.key, device.capability, extra.get("engine", ""))
     tokens, seqs = SMALL_BATCH if small else release.batch_defaults(device.total, device.name)
     if instance.max_num_batched_tokens:
         seqs = min(seqs, instance.max_num_batched_tokens)
     seqs = instance.max_num_seqs or seqs
-    if release.key < V1_DEFAULT or job.extra.values.get("--enable-chunked-prefill") is False:
+    chunked = job.extra.values.get("--enable-chunked-prefill")
+    if engine == "v0" and not chunked:
+        tokens, _seqs = batch_defaults(release.key, engine, device.total, device=device.name, length=length)
+    if chunked is False:
         tokens = max(tokens, length)
     tokens = instance.max_num_batched_tokens or max(tokens, seqs)
     half = job.model.dtype == "bfloat16" and instance.dtype == "auto" and device.capability < (8, 0)
@@ -381,7 +387,7 @@ def _settings(job: Job, device: Device, length: int, small: bool) -> Settings:
         max_num_batched_tokens=tokens,
         enforce_eager=instance.enforce_eager,
         capability=device.capability,
-        **_from_extra(job),
+        **extra,
     )
 
 
@@ -512,7 +518,8 @@ def _grow(jobs: Sequence[Job], ledger: Ledger) -> None:
         )
         most = way.blocks + max(0, more)
         length = way.length
-        if job.instance.max_model_len is None and job.release.key >= V1_DEFAULT:
+        # In the old engine a prompt is one step: a longer length means a larger step, and so more activation.
+        if job.instance.max_model_len is None and job.engine != "v0":
             concurrency = memory.value if memory.mode == "concurrency" else 1.0
             length = _longest(way.found, most, concurrency, length, job.model.native_length)
         wanted = _blocks_for(job.instance, way.found, length)

@@ -188,5 +188,13 @@ def test_distance_without_links_is_the_farthest():
         "links": {"matrix": [["X", "NV4"], ["NV4", "X"]], "peer_access": [[True, False], [False, True]]},
     }
     host = host_of(facts)
-    assert host.between("GPU-0001", "GPU-0000") == 0
+    assert host.between("GPU-0001", "GPU-0000") == placement.NO_PEER_ACCESS
     assert host.no_p2p == {("GPU-0000", "GPU-0001")}
+
+
+def test_pairs_without_peer_access_are_chosen_last():
+    peer = [[True] * 4 for _row in range(4)]
+    peer[0][1] = peer[1][0] = False
+    matrix = [["PHB"] * 4 for _row in range(4)]
+    host = host_of({"devices": [gpu(index) for index in range(4)], "links": {"matrix": matrix, "peer_access": peer}})
+    assert chosen(host, instance(gpus=2)) == [0, 2]

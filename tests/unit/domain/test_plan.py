@@ -535,6 +535,28 @@ def test_a_config_of_another_shape_is_a_bad_model():
     assert only(plan(wanted))["reason"]["code"] == "bad_shape"
 
 
+def test_instances_are_packed_on_few_gpus_or_spread_over_all():
+    wishes = [{"isolation": "shared", "max_model_len": 4096, "memory": {"concurrency": 1}}] * 3
+    packed = plan(request(*wishes, gpus=3))
+    assert {entry["devices"][0] for entry in packed["instances"]} == {"GPU-0000"}
+    spread = plan(request(*wishes, gpus=3, placement="spread"))
+    assert len({entry["devices"][0] for entry in spread["instances"]}) == 3
+
+
+def test_the_old_engine_takes_a_prompt_in_one_step_unless_it_is_long():
+    short = only(plan(request({"max_model_len": 16384}, version="0.7.3")))
+    assert value(short, "--max-num-batched-tokens") == "16384"
+    long = only(plan(request({"max_model_len": 65536}, version="0.7.3")))
+    assert value(long, "--max-num-batched-tokens") == "2048"
+
+
+def test_a_gpu_that_needs_a_reset_gets_nobody():
+    sick = gpu(0, health={"recovery_action": "reset"})
+    assert only(plan(request({}, devices=[sick, gpu(1)])))["devices"] == ["GPU-0001"]
+    entry = only(plan(request({}, devices=[sick])))
+    assert entry["reason"]["code"] == "unsupported_by_device" and "needs a reset" in entry["reason"]["text"]
+
+
 def test_a_port_of_an_instance_that_is_removed_is_free():
     listener = {"address": "127.0.0.1", "port": 8000, "pid": 5, "process": "vllm", "unit": "vllm-old.service"}
     wanted = request({}, {"name": "old", "state": "absent", "port": 8000}, host={"ports": [listener]})
