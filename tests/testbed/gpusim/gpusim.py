@@ -31,6 +31,7 @@ HERE = Path(__file__).resolve().parent
 STATE_DIR = "var/lib/gpusim"
 TOOL_DIR = "usr/local/lib/gpusim"
 UNIT = "gpusim-mounts.service"
+SHARED_MEMORY = Path("/dev/shm/gpusim")  # for units that see /var read-only
 BUILT = HERE.parents[2] / ".build/gpusim/libnvidia-ml.so.1" if len(HERE.parents) > 2 else Path("/nonexistent")
 MIG_SLICES = {0: 1, 1: 2, 2: 3, 3: 4, 4: 7, 6: 6}  # NVML compute instance profile number: compute slices
 MULTIPLES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "": 1}
@@ -59,6 +60,14 @@ class Host:
         self.state = Path(own) if own else root / STATE_DIR / "state"
         self.folder = self.state.parent
         self.tree = self.folder / "root"
+        self.registrations = [self.folder / "processes"]
+        if str(root) == "/" and not own:
+            self.registrations.append(SHARED_MEMORY)
+
+    def forget_processes(self) -> None:
+        for folder in self.registrations:
+            for path in folder.glob("*"):
+                path.unlink(missing_ok=True)
 
     def read(self) -> dict[str, str]:
         try:
@@ -289,6 +298,7 @@ def init(host: Host, args: argparse.Namespace) -> None:
 def uninstall(host: Host, args: argparse.Namespace) -> None:
     if str(host.root) == "/":
         unmount_all(host.tree)
+        shutil.rmtree(SHARED_MEMORY, ignore_errors=True)
     remove_library(host.root)
     (host.root / f"etc/systemd/system/sysinit.target.wants/{UNIT}").unlink(missing_ok=True)
     (host.root / "etc/systemd/system" / UNIT).unlink(missing_ok=True)
@@ -373,8 +383,7 @@ def processes_alive(host: Host, values: dict[str, str]) -> list[dict[str, str]]:
             began = start_time(int(item["pid"]))
             if item.get("pinned") == "1" or (began is not None and item.get("start", began) == began):
                 found.append(item)
-    folder = host.folder / "processes"
-    for path in folder.iterdir() if folder.is_dir() else []:
+    for path in [path for folder in host.registrations for path in folder.glob("*")]:
         if path.name.isdigit() and start_time(int(path.name)) is not None:
             item = {"id": "file", "pid": path.name}
             for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -476,15 +485,13 @@ def after_reboot(values: dict[str, str]) -> None:
 def reboot(host: Host, args: argparse.Namespace) -> None:
     with host.change() as values:
         after_reboot(values)
-    for path in (host.folder / "processes").glob("*"):
-        path.unlink()
+    host.forget_processes()
     (host.folder / "fresh").touch()  # the boot that follows must not do it again
 
 
 def boot(host: Host, args: argparse.Namespace) -> None:
     """At boot: a reboot has happened, unless the state is fresh; then the stand-ins are put in place."""
-    for path in (host.folder / "processes").glob("*"):
-        path.unlink()
+    host.forget_processes()
     if (host.folder / "fresh").exists():
         (host.folder / "fresh").unlink()
     else:
@@ -497,6 +504,8 @@ def mount(host: Host, args: argparse.Namespace) -> None:
     values = host.read()
     write_tree(host.tree, values)
     mount_all(host.tree, values)
+    SHARED_MEMORY.mkdir(exist_ok=True)
+    SHARED_MEMORY.chmod(0o1777)
 
 
 def refresh(host: Host, args: argparse.Namespace) -> None:
