@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """What reading and provisioning cost. Prints figures; exits 1 when one is above its aim.
 
+    bench.py                                            all of the following on fresh hosts that go again
     bench.py facts  [--inventory FILE] [--pairs N]      gpu_facts against ansible.builtin.ping, paired in one run
     bench.py faults [--inventory FILE]                  gpu_facts over SSH while the driver hangs
-    bench.py counts --inventory FILE [--playbook NAME]  tasks, remote operations and bytes: first, second and check run
+    bench.py counts [--inventory FILE] [--playbook P]   tasks, remote operations and bytes: first, second and check run
 
-Without --inventory the fleet of tests/bench/fleet.yml is brought up and left up. Seconds depend on the machine, so only
-their ratio in one run has an aim; counts do not depend on it.
+Without --inventory the fleet of tests/bench/fleet.yml is brought up, for `counts` anew. Seconds depend on the machine,
+so only their ratio in one run has an aim; counts do not depend on it.
 """
 
 from __future__ import annotations
@@ -37,23 +38,36 @@ sys.path.insert(0, str(REPOSITORY / "tests/plugins"))
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["facts", "faults", "counts"])
+    parser.add_argument("what", nargs="?", choices=["all", "facts", "faults", "counts"], default="all")
     parser.add_argument("--inventory", type=Path)
     parser.add_argument("--playbook", default="gpufleet.inference.site")
     parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("extra", nargs="*", help="further arguments for ansible-playbook, after --")
+    parser.add_argument("--keep", action="store_true", help="leave the hosts up")
     given = parser.parse_args()
-    inventory = given.inventory or bench_fleet()
-    if given.what == "facts":
-        return facts(inventory, given.pairs)
-    if given.what == "faults":
-        return faults(inventory)
-    return counts(inventory, given.playbook, given.extra)
+    if given.what in ("all", "counts") and not given.inventory:
+        bench_fleet("down")
+    inventory = given.inventory or bench_fleet("up")
+    wrong = 0
+    try:
+        if given.what in ("all", "facts"):
+            wrong |= facts(inventory, given.pairs)
+        if given.what in ("all", "faults"):
+            wrong |= faults(inventory)
+        if given.what in ("all", "counts"):
+            wrong |= counts(inventory, given.playbook)
+    finally:
+        if not given.inventory and not given.keep:
+            bench_fleet("down")
+    return wrong
 
 
-def bench_fleet() -> Path:
-    done = subprocess.run([TESTBED, "up", "--fleet", HERE / "fleet.yml"], check=True, stdout=subprocess.PIPE, text=True)
-    return Path(done.stdout.strip())
+def bench_fleet(verb: str) -> Path:
+    """Bring the fleet up or down; returns the path of its inventory."""
+    if verb == "up":
+        subprocess.run([sys.executable, REPOSITORY / "tests/testbed/shelves.py"], check=True, stdout=subprocess.DEVNULL)
+    command = [TESTBED, verb, "--fleet", HERE / "fleet.yml"]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return Path(done.stdout.strip() or os.devnull)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -171,7 +185,7 @@ def ad_hoc(inventory: Path, host: str, deadline: float) -> dict[str, Any]:
 # -- counts ------------------------------------------------------------------------------------------------------------
 
 
-def counts(inventory: Path, playbook: str, extra: list[str]) -> int:
+def counts(inventory: Path, playbook: str) -> int:
     """Three runs of a playbook and what each cost per host."""
     import counting
 
@@ -179,20 +193,19 @@ def counts(inventory: Path, playbook: str, extra: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for number, name in enumerate(("first", "second", "check")):
             output = Path(folder, f"{number}.json")
-            command = [
-                BIN / "ansible-playbook",
-                "-i",
-                inventory,
-                playbook,
-                *extra,
-                *(["--check"] if name == "check" else []),
-            ]
+            command = [BIN / "ansible-playbook", "-i", inventory, "-e", f"@{HERE / 'vars.yml'}", playbook]
+            if name == "check":
+                command.append("--check")
             run = environment(**counting.environment(output))
             done = subprocess.run(command, env=run, capture_output=True, text=True, check=False)
             if done.returncode:
                 sys.stderr.write(done.stdout + done.stderr)
                 return 1
-            for host, row in counting.read(output)["hosts"].items():
+            hosts = counting.read(output)["hosts"]
+            if not hosts:
+                sys.stderr.write(f"{playbook} found no host in {inventory}\n{done.stderr}")
+                return 1
+            for host, row in hosts.items():
                 over = playbook.endswith("site") and row["remote"] > BUDGETS[name]
                 wrong += over
                 print(
