@@ -46,6 +46,14 @@ PLANNED = {
     "--device-ids": "gpus",
     "--device": "gpus",
 }
+# Flags that an instance cannot have, and what to do instead.
+NOT_FOR_INSTANCES = {
+    "--config": "the plan must see every setting: write them as keys of the instance or in extra_args",
+    "--headless": "an instance over several hosts is not supported yet",
+    "--uds": "an instance listens on its `port:`, and is ready when it answers there",
+    "--ssl-keyfile": "an instance is ready when it answers in plain HTTP: let the gateway speak TLS",
+    "--ssl-certfile": "an instance is ready when it answers in plain HTTP: let the gateway speak TLS",
+}
 # Flags of extra_args that move memory in ways the plan follows only roughly or not at all.
 MOVES_MEMORY = frozenset(
     {
@@ -121,9 +129,12 @@ def _check_flags(
         token = tokens[position]
         position += 1
         if not token.startswith("-") or _INTEGER.match(token):
-            problems.append(f'"{token}" is no flag; a value stands after its flag or as --flag=value')
+            if table.range_of(token):
+                problems.append(_unknown(token, release, table, release.flags))
+            else:
+                problems.append(f'"{token}" is no flag; a value stands after its flag or as --flag=value')
             continue
-        name, has_value, inline = token.partition("=")
+        name, has_value, inline = _split(token, release)
         name, dotted = _long(name)
         flag, negated = _lookup(name, release)
         if flag is None:
@@ -133,6 +144,8 @@ def _check_flags(
             continue
         if flag.name in PLANNED:
             problems.append(f"{name} is a planned setting; set `{PLANNED[flag.name]}:` of the instance")
+        if flag.name in NOT_FOR_INSTANCES:
+            problems.append(f"{name} cannot be set for an instance: {NOT_FOR_INSTANCES[flag.name]}")
         if flag.deprecated:
             warnings.append(f"{name} is deprecated in vLLM {release.version}")
         given: List[str] = [inline] if has_value else []
@@ -153,6 +166,16 @@ def _check_flags(
         if not dotted:
             problems.extend(_bad_values(name, flag, given, release))
     return values
+
+
+def _split(token: str, release: Release) -> Tuple[str, bool, str]:
+    """(flag, whether a value is attached, that value): --flag=value, or a short flag with its value, as in -O3."""
+    name, equals, inline = token.partition("=")
+    if not token.startswith("--") and not equals and token not in release.flags:
+        short = next((token[:end] for end in range(len(token) - 1, 1, -1) if token[:end] in release.flags), "")
+        if short:
+            return short, True, token[len(short) :]
+    return name, bool(equals), inline
 
 
 def _long(name: str) -> Tuple[str, bool]:

@@ -99,6 +99,11 @@ def test_values_of_variables_are_checked(environment, text):
         (["--compilation-config", "{bad"], "is not JSON"),
         (["stray"], "is no flag"),
         (["--cpu-offload-gb", "much"], "is not a number"),
+        (["vllm-engine"], "exists in no vLLM release; use instead: `vllm serve`"),
+        (["-tp2"], "set `tensor_parallel_size:`"),
+        (["--config", "/etc/x.yaml"], "the plan must see every setting"),
+        (["--uds", "/run/x"], "listens on its `port:`"),
+        (["--tensor-parallel", "2"], "not known to vLLM"),
     ],
 )
 def test_values_and_planned_settings_in_extra_args_are_refused(extra, text):
@@ -119,6 +124,11 @@ def test_good_extra_args_pass_and_memory_movers_are_named():
     assert not found.problems
     assert found.values["--enable-prefix-caching"] is False
     assert found.moves_memory == ("--compilation-config", "--cpu-offload-gb")
+
+
+def test_a_short_flag_takes_its_value_attached():
+    assert not checked("0.11.2", extra_args=["-O3"]).problems
+    assert checked("0.11.2", extra_args=["-O3"]).values == {"--compilation-config": "3"}
 
 
 def test_deprecated_flags_are_a_warning():
