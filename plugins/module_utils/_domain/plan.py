@@ -132,7 +132,7 @@ def _alternatives(job: Job, jobs: Sequence[Job], request: Mapping[str, Any], hos
         entry = _entry(found, Context(host, (), _load(list(again.values()))))
         result.append(
             {
-                "change": {key: _plain(value) for key, value in change.items()},
+                "change": _as_wishes(change, variant),
                 "text": (
                     f"{words}: {entry['max_model_len']} tokens of context, {entry['kv_cache_tokens']} tokens of KV "
                     f"cache, concurrency {entry['max_concurrency']:.2f}"
@@ -189,10 +189,17 @@ def _changes(job: Job, host: Host) -> List[Tuple[Dict[str, Any], str]]:
     return changes
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Memory):
-        return "auto" if value.mode == "auto" else {value.mode: value.value}
-    return "auto" if value is None else list(value) if isinstance(value, tuple) else value
+def _as_wishes(change: Mapping[str, Any], variant: Instance) -> Dict[str, Any]:
+    """A change in the keys and forms of the list of instances."""
+    wishes: Dict[str, Any] = {}
+    for key, value in change.items():
+        if key in ("gpu_names", "gpu_count"):
+            wishes["gpus"] = variant.world_size
+        elif isinstance(value, Memory):
+            wishes[key] = "auto" if value.mode == "auto" else {value.mode: value.value}
+        else:
+            wishes[key] = "auto" if value is None else value
+    return wishes
 
 
 # -- writing it down ---------------------------------------------------------------------------------------------------

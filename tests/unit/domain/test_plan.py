@@ -196,20 +196,11 @@ def test_what_does_not_fit_is_refused_in_figures_with_alternatives_that_hold():
     assert entry["arguments"] == [] and entry["alternatives"]
     for alternative in entry["alternatives"]:
         again = copy.deepcopy(wanted)
-        again["instances"][0].update(raw(alternative["change"]))
+        again["instances"][0].update(alternative["change"])
         found = only(plan(again))
         assert found["fits"]
         assert found["kv_cache_tokens"] == alternative["kv_cache_tokens"]
         assert found["max_model_len"] == alternative["max_model_len"]
-
-
-def raw(change):
-    """An alternative's change in the words of the instances' list."""
-    keys = dict(change)
-    names, count = keys.pop("gpu_names", None), keys.pop("gpu_count", None)
-    if names is not None or count is not None:
-        keys["gpus"] = names or count
-    return {key: value for key, value in keys.items() if value is not None}
 
 
 def test_alternatives_do_not_take_from_those_that_fit():
@@ -648,13 +639,7 @@ def test_alternatives_hold_when_they_are_taken(wishes, sizes):
             again = copy.deepcopy({key: item for key, item in wanted.items() if key != "data"})
             again["data"] = DATA
             mine = next(item for item in again["instances"] if item["name"] == entry["name"])
-            mine.update(raw(alternative["change"]))
-            mine.pop(
-                "tensor_parallel_size"
-                if "gpus" in mine and "tensor_parallel_size" not in alternative["change"]
-                else "",
-                None,
-            )
+            mine.update(alternative["change"])
             found = next(item for item in plan(again)["instances"] if item["name"] == entry["name"])
             assert found["fits"], (alternative, found["reason"])
 
