@@ -274,15 +274,9 @@ def galaxy_import(ctx: Context) -> None:
 
 
 @step("test")
-def testbed(ctx: Context) -> None:
-    """The test bed's own tests: GPU simulator, hosts, stub engine."""
-    ctx.pytest("-m", "not long", "tests/testbed")
-
-
-@step("test")
-def oracle(ctx: Context) -> None:
-    """The memory model against vLLM's own code and recorded starts."""
-    ctx.pytest("-m", "not long", "tests/oracle")
+def machines(ctx: Context) -> None:
+    """The test bed's own tests, the memory model against vLLM's code, and what needs several processes."""
+    ctx.pytest("-m", "not long", "tests/testbed", "tests/oracle", "tests/bench")
 
 
 @step("test")

@@ -91,10 +91,12 @@ class FleetModule:
             self.fail(exc)
         result.setdefault("changed", False)
         self._module.exit_json(**result)
+        raise AssertionError("exit_json came back")
 
     def fail(self, exc: FleetError) -> NoReturn:
         """Turn an error of the domain into the module's failure."""
         self._module.fail_json(**exc.as_result())
+        raise AssertionError("fail_json came back")
 
 
 def diff_entries(changes: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:

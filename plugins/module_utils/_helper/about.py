@@ -21,12 +21,12 @@ def version(arguments: argparse.Namespace) -> int:
     """Print the version of the collection that built this helper."""
     from gpufleet_build import VERSION  # type: ignore[import-not-found]  # written by the builder of the zipapp
 
-    print(VERSION)
+    sys.stdout.write(f"{VERSION}\n")
     return 0
 
 
 def digest(arguments: argparse.Namespace) -> int:
     """Print the SHA-256 of the zipapp itself."""
     with open(sys.argv[0], "rb") as stream:
-        print(hashlib.sha256(stream.read()).hexdigest())
+        sys.stdout.write(f"{hashlib.sha256(stream.read()).hexdigest()}\n")
     return 0

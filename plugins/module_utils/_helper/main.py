@@ -33,6 +33,6 @@ def main(argv: Sequence[str]) -> int:
     try:
         code: int = arguments.work(arguments)
     except FleetError as exc:
-        print(f"gpufleet {arguments.verb}: {exc.as_result()['msg']}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"gpufleet {arguments.verb}: {exc.as_result()['msg']}\n")
         return 1
     return code

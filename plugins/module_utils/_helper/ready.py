@@ -16,6 +16,7 @@ import json
 import os
 import socket
 import struct
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -66,11 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
     engine_begun = time.monotonic()
     wait_for_token(endpoint, main_pid, arguments.deadline)
     now = time.monotonic()
-    print(
+    sys.stdout.write(
         f"gpufleet ready: {endpoint.name} returned a token on port {endpoint.port}, {now - engine_begun:.1f} s after "
-        f"the engine's start (start locks: {engine_begun - begun:.1f} s)",
-        flush=True,
+        f"the engine's start (start locks: {engine_begun - begun:.1f} s)\n"
     )
+    sys.stdout.flush()
     unit.note(unit.READY, f"{now - engine_begun:.3f}\n")
     return 0
 
@@ -144,7 +145,7 @@ def listeners(endpoint: Endpoint) -> set[int]:
         except OSError:
             continue
         for row in rows:
-            address, _, port = row[1].partition(":")
+            address, _colon, port = row[1].partition(":")
             if row[3] == _LISTEN and int(port, 16) == endpoint.port and _answers(address, endpoint.host):
                 found.add(int(row[9]))
     return found
@@ -159,7 +160,7 @@ def _answers(raw: str, host: str) -> bool:
 
 
 def _socket_inodes(pid: int) -> set[int]:
-    inodes = set()
+    inodes: set[int] = set()
     try:
         names = os.listdir(f"/proc/{pid}/fd")
     except OSError:

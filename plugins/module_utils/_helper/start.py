@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
@@ -54,7 +55,8 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     environment = dict(os.environ)
     add_credentials(environment, environment)
     count = len(descriptors)
-    print(f"gpufleet start: {arguments.instance} waited {waited:.1f} s for {count} start lock(s)", flush=True)
+    sys.stdout.write(f"gpufleet start: {arguments.instance} waited {waited:.1f} s for {count} start lock(s)\n")
+    sys.stdout.flush()
     try:
         os.execve(engine[0], engine, environment)
     except OSError as exc:
