@@ -47,6 +47,8 @@ AUTO_LENGTH_FLOOR = 512
 SHORT_LENGTH = 4096
 # Units in these states hold their memory and their command line.
 RUNNING_STATES = ("active", "activating", "reloading", "refreshing")
+# Refusals that another way of sharing may lift.
+FOR_WANT_OF_MEMORY = ("refused_kv", "refused_free_memory", "oom_risk")
 TRUE = ("1", "true", "True")
 # (max_num_batched_tokens, max_num_seqs): the smallest that any release from 0.8.0 on takes by itself.
 SMALL_BATCH = (2048, 256)
@@ -123,7 +125,20 @@ class Job:
 
 
 def solve(live: Sequence[Instance], request: Mapping[str, Any], host: Host) -> List[Job]:
-    """Place all instances and give them their memory; in the order of their names."""
+    """Place all instances and give them their memory; in the order of their names.
+
+    First each free length starts at the model's own. Where that leaves no room for others, all start at the least and
+    grow together.
+    """
+    jobs = _attempt(live, request, host, least=False)
+    if any(job.reason and job.reason.code in FOR_WANT_OF_MEMORY for job in jobs):
+        others = _attempt(live, request, host, least=True)
+        if sum(not job.reason for job in others) > sum(not job.reason for job in jobs):
+            return others
+    return jobs
+
+
+def _attempt(live: Sequence[Instance], request: Mapping[str, Any], host: Host, *, least: bool) -> List[Job]:
     releases = table(request["data"]["releases"])
     ledger = Ledger()
     jobs = [_job(instance, request, releases) for instance in live]
@@ -134,7 +149,7 @@ def solve(live: Sequence[Instance], request: Mapping[str, Any], host: Host) -> L
     for job in sorted(jobs, key=_order):
         if not job.reason and not job.kept:
             try:
-                _place(job, host, ledger, request)
+                _place(job, host, ledger, request, least=least)
             except FleetError as error:  # what the engine would refuse about the model under these settings
                 job.reason = Refusal("unsupported_by_engine", f"{error.message} {error.hint}".strip())
     _grow(jobs, ledger)
@@ -280,7 +295,7 @@ def _order(job: Job) -> Tuple[Any, ...]:
     return (not instance.gpu_names, -instance.world_size, not placement.is_exclusive(instance), each, instance.name)
 
 
-def _place(job: Job, host: Host, ledger: Ledger, request: Mapping[str, Any]) -> None:
+def _place(job: Job, host: Host, ledger: Ledger, request: Mapping[str, Any], *, least: bool) -> None:
     """Find devices for the least the instance needs.
 
     A free length starts at the model's own and comes down; where the user left the batch open, the engine's default
@@ -289,7 +304,7 @@ def _place(job: Job, host: Host, ledger: Ledger, request: Mapping[str, Any]) -> 
     spread = request.get("placement") == "spread"
     records = request.get("profiles") or []
     last: Optional[Refusal] = None
-    for length, small in itertools.product(_lengths(job), (False, True)):
+    for length, small in itertools.product(_lengths(job, least), (False, True)):
         sized = _Sizer(job, length, small, records)
         devices, refusal = placement.choose(host, job.instance, ledger, sized.need, spread, prefer=job.home)
         if refusal is None:
@@ -338,14 +353,14 @@ def _device_problem(job: Job, devices: Sequence[Device]) -> Optional[Refusal]:
     return Refusal("unsupported_by_device", bad) if bad else None
 
 
-def _lengths(job: Job) -> List[int]:
-    """Lengths to try: the user's, or for `auto` the model's own first, halved down to a floor."""
+def _lengths(job: Job, least: bool) -> List[int]:
+    """Lengths to try: the user's, or for `auto` the model's own first, halved down to a floor (or only the floor)."""
     if job.instance.max_model_len:
         return [job.instance.max_model_len]
     lengths = [job.model.native_length]
     while lengths[-1] > AUTO_LENGTH_FLOOR and job.instance.memory.mode in ("auto", "concurrency"):
         lengths.append(max(AUTO_LENGTH_FLOOR, lengths[-1] // 2))
-    return lengths
+    return lengths[-1:] if least and job.engine != "v0" else lengths
 
 
 def _least(job: Job, device: Device, length: int, small: bool, records: Sequence[Mapping[str, Any]]) -> Sized:

@@ -534,6 +534,16 @@ def test_instances_are_packed_on_few_gpus_or_spread_over_all():
     assert len({entry["devices"][0] for entry in spread["instances"]}) == 3
 
 
+def test_no_instance_takes_a_long_context_at_the_cost_of_anothers_place():
+    wanted = request(*[{"isolation": "shared"}] * 3, devices=[gpu(0)])
+    answer = plan(wanted)
+    assert answer["fits"]
+    lengths = [entry["max_model_len"] for entry in answer["instances"]]
+    assert max(lengths) - min(lengths) <= 16 and 10_000 < lengths[0] < 131072
+    assert_never_overcommits(answer, wanted)
+    assert_admitted(answer)
+
+
 def test_the_old_engine_takes_a_prompt_in_one_step_unless_it_is_long():
     short = only(plan(request({"max_model_len": 16384}, version="0.7.3")))
     assert value(short, "--max-num-batched-tokens") == "16384"
