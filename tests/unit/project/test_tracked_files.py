@@ -16,7 +16,7 @@ HIDING = (
     r"failed_" + r"when:\s*false",
     r"that:\s*\[?\s*" + "true",
     "assert " + r"True\b",
-    r"mark\." + r"skip",
+    r"mark\." + r"skip\b",
     "xf" + "ail",
     "pytest" + r"\.skip\(",
 )
