@@ -87,6 +87,17 @@ def _host(request: Mapping[str, Any], wanted: Sequence[Instance], findings: List
     ram = (request.get("host") or {}).get("ram")
     if not any(device.get("compute_capability") for device in gpu.get("devices") or []):
         gpu["devices"], unknown = catalogue.expected_devices(request["data"]["gpus"], gpu.get("pci") or [])
+        running = (gpu.get("driver") or {}).get("running")
+        if running and gpu["devices"]:
+            findings.append(
+                Finding(
+                    "nvml_silent",
+                    "error",
+                    "host",
+                    f"The driver {running} runs, but NVML told nothing of its GPUs: the plan uses the catalogue.",
+                    "See why NVML does not answer (facts, under unavailable), then plan again.",
+                )
+            )
         if unknown:
             findings.append(
                 Finding(

@@ -303,6 +303,15 @@ def test_a_bare_host_is_planned_from_the_catalogue_and_marked():
     assert answer["gpus"][0]["expected"] and answer["findings"][0]["code"] == "unknown_gpu"
 
 
+def test_a_running_driver_that_tells_nothing_is_a_finding():
+    wanted = request({}, devices=[gpu(0, compute_capability=None)])
+    wanted["gpu"]["pci"] = [{"address": "0000:18:00.0", "vendor_id": "0x10de", "device_id": "0x2330"}]
+    wanted["gpu"]["driver"] = {"running": "580.95.05"}
+    answer = plan(wanted)
+    assert [finding["code"] for finding in answer["findings"]] == ["nvml_silent"]
+    assert answer["gpus"][0]["expected"]
+
+
 def test_a_mig_slice_is_planned_with_its_own_memory():
     slices = [
         {
