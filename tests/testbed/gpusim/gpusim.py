@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Iterator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from standins import indices, make_nodes, mount_all, point, unmount_all, write_tree
+from standins import indices, kernel_version, make_nodes, mount_all, point, unmount_all, write_tree
 
 HERE = Path(__file__).resolve().parent
 STATE_DIR = "var/lib/gpusim"
@@ -184,6 +184,16 @@ def add_slices(values: dict[str, str], gpu: int, names: list[str]) -> None:
         values[f"{key}.gi.{gi}.ci.0"] = f"{ci_number},0,{mig_uuid(values[f'{key}.uuid'], gi, 0, 0)}"
 
 
+def follow_versions(values: dict[str, str]) -> None:
+    """Version strings that go with the driver; the running module and its firmware may lag behind user space."""
+    version = values["system.driver_version"]
+    values["system.nvml_version"] = f"{int(values['system.cuda_driver_version']) // 1000}.{version}"
+    values["system.driver_branch"] = f"r{version.split('.')[0]}_00"
+    for index in indices(values, "gpu"):
+        if values.get(f"gpu.{index}.gsp.enabled") == "1":
+            values[f"gpu.{index}.gsp.version"] = kernel_version(values)
+
+
 def state_of_profile(name: str, seed: str, cpus: str) -> dict[str, str]:
     """All keys of a fresh host. `seed` makes UUIDs and serial numbers differ between hosts, the same on every run."""
     profile = load_profile(name)
@@ -206,8 +216,6 @@ def state_of_profile(name: str, seed: str, cpus: str) -> dict[str, str]:
         values.setdefault(f"{key}.board_id", str(int(address.replace(":", "").split(".")[0], 16)))
         values.setdefault(f"{key}.minor", str(index))
         values[f"{key}.cpus"] = chosen[values[f"{key}.numa_node"]]
-        if values.get(f"{key}.gsp.enabled") == "1":
-            values[f"{key}.gsp.version"] = values["system.driver_version"]
         if switches.get("addresses") and values.get(f"{key}.nvlink.remote_type") == "2":
             values.setdefault(f"{key}.nvlink.remote", ";".join(switches["addresses"]))
         add_slices(values, index, gpu.get("slices", []))
@@ -215,6 +223,7 @@ def state_of_profile(name: str, seed: str, cpus: str) -> dict[str, str]:
         values[f"switch.{index}.address"] = address
         values[f"switch.{index}.device_id"] = switches["device_id"]
     values.update(flatten({str(i): item for i, item in enumerate(profile.get("pci_extra", []))}, "pci_extra"))
+    follow_versions(values)
     return values
 
 
@@ -329,6 +338,8 @@ def set_value(host: Host, args: argparse.Namespace) -> None:
             else:
                 is_size = re.search(r"\.(total|reserved|foreign|used)$", key) and not args.value.startswith("!")
                 values[key] = str(in_bytes(args.value)) if is_size else args.value
+        if any(k.startswith("system.") and k.endswith("driver_version") for k in wanted):
+            follow_versions(values)
         if any(k in ("system.driver_version", "system.library") for k in wanted) and (host.root / TOOL_DIR).is_dir():
             install_library(host, values, host.root / TOOL_DIR / "libnvidia-ml.so.1")
 
@@ -477,9 +488,8 @@ def after_reboot(values: dict[str, str]) -> None:
             del values[name]
         if values.get(f"{key}.mig.new_uuids") == "1":
             values[f"{key}.mig.epoch"] = str(int(values.get(f"{key}.mig.epoch", "0")) + 1)
-    if "system.installed_driver_version" in values:  # a driver that was installed beside the running one is now loaded
-        values["system.driver_version"] = values.pop("system.installed_driver_version")
-    values.pop("system.kernel_driver_version", None)
+    values.pop("system.kernel_driver_version", None)  # what is installed is now what runs
+    follow_versions(values)
 
 
 def reboot(host: Host, args: argparse.Namespace) -> None:

@@ -254,6 +254,24 @@ def test_a_host_without_gpus_starts_and_one_without_driver_does_not(sim):
     assert sim.run(start, init=False) == 18  # library and kernel module of different versions
 
 
+def test_an_update_shows_three_versions_until_the_reboot(sim):
+    def versions():
+        return [
+            n.nvmlSystemGetDriverVersion(),
+            n.nvmlSystemGetNVMLVersion(),
+            n.nvmlDeviceGetGspFirmwareVersion(gpu()).decode(),
+        ]
+
+    sim.init("l40sx2").tool("set", "system.kernel_driver_version", "580.95.05")
+    assert sim.run(versions) == ["580.95.05", "13.580.95.05", "580.95.05"]
+    sim.tool("set", "system.driver_version", "580.105.08")  # a package was updated under the running module
+    assert sim.keys("gpu.0.gsp.version") == {"gpu.0.gsp.version": "580.95.05"}
+    with pytest.raises(AssertionError, match="version mismatch"):
+        sim.run(versions)
+    sim.tool("reboot")
+    assert sim.run(versions) == ["580.105.08", "13.580.105.08", "580.105.08"]
+
+
 def test_any_value_can_stand_for_an_error_code(sim):
     def draw():
         return [code(n.nvmlDeviceGetPowerUsage, gpu(index)) for index in (0, 1)]
