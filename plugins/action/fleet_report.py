@@ -68,6 +68,7 @@ def entry(hostvars: Any, name: str, alive: bool) -> dict[str, Any]:
     facts = known.get("ansible_facts") or {}
     read = to_native(known.get("gpufleet_read") or {})
     gpu = to_native(facts.get("gpufleet_gpu") or known.get("gpufleet_gpu") or {})
+    found = known.get("gpufleet_instance_findings") or (facts.get("gpufleet_preflight") or {}).get("findings")
     status, reason = "ok", ""
     if read.get("unreachable") or read.get("failed"):
         status = "unreachable" if read.get("unreachable") else "failed"
@@ -83,7 +84,7 @@ def entry(hostvars: Any, name: str, alive: bool) -> dict[str, Any]:
         "host": to_native(facts.get("gpufleet_host") or known.get("gpufleet_host") or {}),
         "plan": to_native(known.get("gpufleet_plan") or None),
         "instances": to_native(known.get("gpufleet_instances") or []),
-        "findings": to_native(known.get("gpufleet_instance_findings") or []),
+        "findings": to_native(found or []),
     }
 
 
