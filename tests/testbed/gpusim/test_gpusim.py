@@ -135,6 +135,18 @@ def wait_ready(child: subprocess.Popen[str]) -> None:
     assert child.stdout is not None and child.stdout.readline() == "ready\n"
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end, "waited 10 s"
+        time.sleep(0.02)
+
+
+def status_of(child: subprocess.Popen[str], field: str) -> str:
+    lines = Path(f"/proc/{child.pid}/status").read_text(encoding="utf-8").splitlines()
+    return next(line.split()[1] for line in lines if line.startswith(f"{field}:"))
+
+
 def still_runs(child: subprocess.Popen[str], seconds: float) -> bool:
     try:
         child.wait(timeout=seconds)
@@ -383,7 +395,7 @@ def test_memory_is_held_until_the_process_ends_even_when_nobody_waits_for_it(sim
     sim.tool(*add, "--name", "VLLM::EngineCore x")
     assert sim.run(look) == [[[holder.pid, 20 << 30]], ["VLLM::EngineCore x"], 20 << 30, 0]
     holder.kill()  # and is not waited for: a zombie
-    time.sleep(0.1)
+    wait_until(lambda: status_of(holder, "State") == "Z")
     assert sim.run(look) == [[], [], 0, 0]
     holder.wait()
 
@@ -502,7 +514,7 @@ def test_a_hang_holds_the_global_lock_for_ever(sim, call):
         n.nvmlInitWithFlags(0) if name != "nvmlInit" else n._LoadNvmlLibrary()
         action = n.nvmlInit if name == "nvmlInit" else lambda: n.nvmlDeviceGetTemperatureV(gpu(), 0)
         threading.Thread(target=action, daemon=True).start()
-        time.sleep(0.2)
+        time.sleep(0.5)
         print("ready", flush=True)
         n.nvmlShutdown()  # of this thread: never comes back
         print("came back", flush=True)
@@ -517,15 +529,13 @@ def test_a_hang_holds_the_global_lock_for_ever(sim, call):
 
 
 def start_nvml():
-    print("ready", flush=True)
     n.nvmlInit()
 
 
 def test_a_stubborn_hang_ends_by_sigkill_only(sim):
     sim.init("l40sx2").fault("--call", "nvmlInit", "--hang", "stubborn")
     child = sim.start(start_nvml, init=False)
-    wait_ready(child)
-    time.sleep(0.2)
+    wait_until(lambda: int(status_of(child, "SigBlk"), 16) != 0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
         child.send_signal(number)
     assert still_runs(child, 0.3)
@@ -540,8 +550,9 @@ def test_a_stubborn_hang_ends_by_sigkill_only(sim):
 def test_an_unkillable_hang_outlives_sigkill_until_it_is_thawed(sim):
     sim.init("l40sx2").fault("--call", "nvmlInit", "--hang", "unkillable")
     child = sim.start(start_nvml, init=False)
-    wait_ready(child)
-    time.sleep(0.3)
+    groups = Path("/sys/fs/cgroup/freezer")
+    states = f"gpusim-{child.pid}-*/freezer.state"
+    wait_until(lambda: [path.read_text() for path in groups.glob(states)] == ["FROZEN\n"])
     child.kill()
     assert still_runs(child, 0.5)
     assert f"gpusim-{child.pid}" in sim.tool("thaw")
