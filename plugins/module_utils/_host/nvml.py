@@ -203,7 +203,7 @@ def read(
             reading.failures[f"devices.{session.device}"] = failure
             done[session.device] = False
         elif session.subject == "links":
-            reading.failures[session.path] = failure
+            reading.failures["links"] = failure
             links = False
         elif reading.device_count() is None:
             reading.fatal = failure
@@ -397,7 +397,7 @@ class _Work:
             ("draw_mw", "nvmlDeviceGetPowerUsage"),
         ):
             tell(f"{at}.power.{name}", ask(f"{at}.power.{name}", function, gpu))
-        limits = ask(f"{at}.power.min_mw", "nvmlDeviceGetPowerManagementLimitConstraints", gpu)
+        limits = ask(f"{at}.power", "nvmlDeviceGetPowerManagementLimitConstraints", gpu)
         if limits is not None:
             tell(f"{at}.power.min_mw", limits[0])
             tell(f"{at}.power.max_mw", limits[1])

@@ -258,7 +258,7 @@ def test_in_any_state_of_the_simulator_each_missing_value_has_a_reason(simulated
 
 
 @pytest.mark.long
-def test_in_ten_thousand_states_of_the_simulator_each_missing_value_has_a_reason(simulated):
+def test_in_a_thousand_states_of_the_simulator_each_missing_value_has_a_reason(simulated):
     host = simulated("l40sx2")
-    for seed in range(10_000):
+    for seed in range(1_000):
         check_random(host, seed)
