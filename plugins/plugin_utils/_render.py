@@ -7,6 +7,7 @@ Pure: data and a style in, text out. Colour and line drawing only add to what th
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import textwrap
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Iterable, Mapping, Optional, Sequence, Tuple, Union
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.findings import SEVERITIES, worst
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.gpu_findings import ranges
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.units import GIB
 
 _COLOURS = {
@@ -355,27 +357,43 @@ def _driver(driver: Mapping[str, Any]) -> str:
 
 
 def _gpu_lines(host: str, gpu: Mapping[str, Any], style: Style) -> list[str]:
+    """A bar for each GPU; neighbours that look alike share one."""
     ours = {instance["unit"] for instance in gpu.get("instances") or []}
-    lines = []
+    states: list[tuple[int, Any]] = []
     for number, device in enumerate(gpu.get("devices") or []):
         memory = device["memory"]
         index = device["index"] if device["index"] is not None else number
-        label = f"  {host} GPU {index}"
         if memory["total"] is None:
-            reason = _reason(gpu.get("unavailable") or {}, number)
-            lines.append(
-                f"{label}  {paint(shorten('no answer: ' + reason, style.width - len(label) - 2, style), 'red', style)}"
-            )
+            states.append((index, _reason(gpu.get("unavailable") or {}, number)))
             continue
-        processes = device["processes"] or []
-        mine = sum(process["used"] or 0 for process in processes if process["unit"] in ours)
+        mine = sum(process["used"] or 0 for process in device["processes"] or [] if process["unit"] in ours)
         total = memory["total"] - (memory["reserved"] or 0)
-        taken = max(total - (memory["free"] or 0), mine)
+        states.append((index, (mine, max(total - (memory["free"] or 0), mine), total)))
+    groups = _alike(states)
+    widest = max((len(label) for label, _state in groups), default=0)
+    lines = []
+    for label, state in groups:
+        start = f"  {host} {label:{widest}}"
+        if isinstance(state, str):
+            reason = shorten(f"no answer: {state}", style.width - len(start) - 2, style)
+            lines.append(f"{start}  {paint(reason, 'red', style)}")
+            continue
+        mine, taken, total = state
         figures = f"{gibibytes(taken):>6} of {gibibytes(total):>6} GiB"
-        size = max(10, min(50, style.width - len(label) - len(figures) - 6))
+        size = max(10, min(50, style.width - len(start) - len(figures) - 6))
         drawn = memory_bar({"ours": mine, "foreign": taken - mine}, total, size, FACTS_PARTS, style)
-        lines.append(f"{label} {drawn} {figures}")
+        lines.append(f"{start} {drawn} {figures}")
     return lines
+
+
+def _alike(states: Sequence[tuple[Optional[int], Any]]) -> list[tuple[str, Any]]:
+    """Neighbours with an equal state as one: ("GPU 1-7", state)."""
+    groups = []
+    for state, members in itertools.groupby(states, key=lambda entry: entry[1]):
+        indices = [index for index, _state in members]
+        known = [index for index in indices if index is not None]
+        groups.append((f"GPU {ranges(known) if known and len(known) == len(indices) else '?'}", state))
+    return groups
 
 
 def _reason(unavailable: Mapping[str, str], number: int) -> str:
@@ -450,7 +468,7 @@ def plan_view(hosts: Mapping[str, Mapping[str, Any]], style: Style) -> str:
         sections.append(
             heading(title + (" (no driver yet: memory as expected of these GPUs)" if expected else ""), style)
         )
-        sections += [_plan_gpu(gpu, fitting, style) for gpu in plan.get("gpus") or []]
+        sections += _plan_gpus(plan.get("gpus") or [], fitting, style)
         sections.append(_instance_table(fitting, style))
         sections += [_command(instance, style) for instance in fitting if instance.get("arguments")]
     if any((entry.get("plan") or {}).get("gpus") for entry in hosts.values()):
@@ -469,32 +487,34 @@ def amount(term: Any) -> int:
     return int(term or 0)
 
 
-def _plan_gpu(gpu: Mapping[str, Any], instances: Sequence[Mapping[str, Any]], style: Style) -> str:
+def _plan_gpus(gpus: Sequence[Mapping[str, Any]], instances: Sequence[Mapping[str, Any]], style: Style) -> list[str]:
+    """For each GPU a bar and what each instance holds on it; neighbours with nothing on them share a bar."""
     keys = [part.key for part in PLAN_PARTS[:-2]]
-    amounts = dict.fromkeys(keys, 0)
-    lines = []
-    for instance in instances:
-        for part in instance.get("budget") or []:
-            if part.get("uuid") != gpu.get("uuid"):
-                continue
-            for key in keys:
-                amounts[key] += amount(part.get(key))
-            words = [f"{item.name} {gibibytes(amount(part.get(item.key)))}" for item in PLAN_PARTS[:-2]]
-            text = f"{instance['name']}: {', '.join(words)} GiB{_band(part, keys)}"
-            lines += textwrap.wrap(text, style.width, initial_indent=" " * 9, subsequent_indent=" " * 11)
-    total = amount(gpu.get("total"))
-    own = sum(amounts.values())
-    amounts["foreign"] = amount(gpu.get("foreign"))
-    index = gpu.get("index")
-    label = f"  GPU {'?' if index is None else index}"
-    name = str(gpu.get("name") or "")
-    figures = f"{gibibytes(own + amounts['foreign']):>6} of {gibibytes(total):>6} GiB"
-    size = max(10, min(60, style.width - len(label) - len(figures) - 5))
-    lines.insert(0, f"{label} {memory_bar(amounts, total, size, PLAN_PARTS, style)} {figures}")
-    room = style.width - len(plain(lines[0])) - 2
-    if name and room >= 8:
-        lines[0] += "  " + shorten(name, room, style)
-    return "\n".join(lines)
+    states: list[tuple[Optional[int], Any]] = []
+    for gpu in gpus:
+        amounts = dict.fromkeys(keys, 0)
+        lines: list[str] = []
+        for instance in instances:
+            for part in instance.get("budget") or []:
+                if part.get("uuid") == gpu.get("uuid"):
+                    for key in keys:
+                        amounts[key] += amount(part.get(key))
+                    words = [f"{item.name} {gibibytes(amount(part.get(item.key)))}" for item in PLAN_PARTS[:-2]]
+                    text = f"{instance['name']}: {', '.join(words)} GiB{_band(part, keys)}"
+                    lines += textwrap.wrap(text, style.width, initial_indent=" " * 9, subsequent_indent=" " * 11)
+        amounts["foreign"] = amount(gpu.get("foreign"))
+        states.append((gpu.get("index"), (amounts, lines, amount(gpu.get("total")), str(gpu.get("name") or ""))))
+    groups = _alike(states)
+    widest = max((len(label) for label, _state in groups), default=0)
+    result = []
+    for label, (amounts, lines, total, name) in groups:
+        start = f"  {label:{widest}}"
+        figures = f"{gibibytes(sum(amounts.values())):>6} of {gibibytes(total):>6} GiB"
+        size = max(10, min(60, style.width - len(start) - len(figures) - 5))
+        line = f"{start} {memory_bar(amounts, total, size, PLAN_PARTS, style)} {figures}"
+        room = style.width - len(plain(line)) - 2
+        result += [f"{line}  {shorten(name, room, style)}" if name and room >= 8 else line, *lines]
+    return result
 
 
 def _band(part: Mapping[str, Any], keys: Sequence[str]) -> str:
@@ -530,7 +550,10 @@ def _instance_table(instances: Sequence[Mapping[str, Any]], style: Style) -> str
 
 
 def _command(instance: Mapping[str, Any], style: Style) -> str:
+    """The command line, to be pasted into a shell; arguments that leave the program out are vLLM's."""
     words = [shlex.quote(str(word)) for word in instance["arguments"]]
+    if words[0] == "serve":
+        words.insert(0, "vllm")
     lines, line = [], f"  {instance['name']} $"
     for word in words:
         if len(line) + len(word) + 3 > style.width and line.strip():

@@ -194,6 +194,14 @@ def test_a_gpu_that_does_not_answer_says_why_instead_of_a_bar():
     assert "?" in text
 
 
+def test_gpus_that_look_alike_share_a_line():
+    devices = [device(0, free=10), *(device(index) for index in range(1, 8))]
+    text = render.facts_view({"gpu-01": ok(devices=devices)}, BOX)
+    lines = [line for line in text.splitlines() if line.startswith("  gpu-01 GPU")]
+    assert [line.split()[2] for line in lines] == ["0", "1-7"]
+    assert len({line.index("▕") for line in lines}) == 1
+
+
 @pytest.mark.parametrize(
     ("driver", "text"),
     [
@@ -322,6 +330,20 @@ def test_a_command_can_be_pasted_into_a_shell():
     script = "printf '%s\\n' " + "\n".join(command)
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == PLAN["instances"][0]["arguments"]
+
+
+def test_idle_gpus_of_a_plan_share_a_line_and_used_ones_do_not():
+    plan = copy.deepcopy(PLAN)
+    idle = {"name": "NVIDIA H100 80GB HBM3", "total": 79 * GIB, "free": 79 * GIB, "foreign": 0, "expected": False}
+    plan["gpus"] += [{**idle, "index": index, "uuid": f"GPU-{index}"} for index in range(1, 8)]
+    text = render.plan_view({"h": {"status": "ok", "plan": plan}}, BOX)
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("  GPU")] == ["0", "1-7"]
+
+
+def test_arguments_without_their_program_are_shown_as_those_of_vllm():
+    plan = copy.deepcopy(PLAN)
+    plan["instances"][0]["arguments"] = ["serve", "/srv/m"]
+    assert "chat $ vllm serve /srv/m" in render.plan_view({"h": {"status": "ok", "plan": plan}}, BOX)
 
 
 def test_a_plan_on_expected_memory_says_so():
