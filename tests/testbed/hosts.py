@@ -178,7 +178,8 @@ def _register(fleet: Fleet) -> dict[str, Any]:
 
 
 def _keys(fleet: Fleet) -> None:
-    fleet.folder.mkdir(parents=True, exist_ok=True)
+    plain = {"name": fleet.name, "hosts": [_plain(host) for host in fleet.hosts]}
+    write_atomic(fleet.folder / "fleet.yml", yaml.safe_dump(plain, sort_keys=False))
     if not (fleet.folder / "id_ed25519.pub").exists():
         (fleet.folder / "id_ed25519").unlink(missing_ok=True)
         run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "testbed", "-f", str(fleet.folder / "id_ed25519")])
@@ -326,7 +327,11 @@ def wait_ready(fleet: Fleet, host: Host, state: dict[str, Any], strict: bool = T
                     return
                 seen += ", but SSH is silent"
         time.sleep(0.1)
-    raise TestbedError(f"{host.name} is not ready {BOOT_DEADLINE:.0f} s after its start: {seen}")
+    detail = ""
+    if nspawn and (leader := machine.leader_pid(nspawn)):
+        script = "networkctl list --no-pager; journalctl -b --no-pager -n 30 -u systemd-networkd -u ssh"
+        detail = "\n" + run([*_nsenter(leader), "sh", "-c", script], check=False)
+    raise TestbedError(f"{host.name} is not ready {BOOT_DEADLINE:.0f} s after its start: {seen}{detail}")
 
 
 def _ssh_answers(address: str) -> bool:
@@ -364,8 +369,6 @@ def _write_inventory(fleet: Fleet, state: dict[str, Any]) -> None:
     text = yaml.safe_dump({"all": {"vars": common, "children": groups}}, sort_keys=False)
     write_atomic(fleet.inventory, f"# Made by tests/testbed/testbed; goes when the fleet goes down.\n{text}")
     _control_dir(fleet).mkdir(mode=0o700, exist_ok=True)
-    plain = {"name": fleet.name, "hosts": [_plain(host) for host in fleet.hosts]}
-    write_atomic(fleet.folder / "fleet.yml", yaml.safe_dump(plain, sort_keys=False))
 
 
 def _plain(host: Host) -> dict[str, Any]:
