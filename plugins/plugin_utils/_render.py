@@ -262,7 +262,7 @@ def facts_view(hosts: Mapping[str, Mapping[str, Any]], style: Style) -> str:
     """
     rows, bars, notes = [], [], []
     for name, entry in hosts.items():
-        rows.append(_host_row(name, entry))
+        rows.append(_host_row(name, entry, style))
         if entry["status"] != "ok":
             notes.append((name, _missing(entry)))
             continue
@@ -306,7 +306,7 @@ def _findings_line(notes: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     return "Findings: " + ", ".join(words)
 
 
-def _host_row(name: str, entry: Mapping[str, Any]) -> list[Cell]:
+def _host_row(name: str, entry: Mapping[str, Any], style: Style) -> list[Cell]:
     status = entry["status"]
     if status != "ok":
         return [name, (status, "red"), "", "", "", "", "", ""]
@@ -320,7 +320,7 @@ def _host_row(name: str, entry: Mapping[str, Any]) -> list[Cell]:
     system = (entry.get("host") or {}).get("distribution") or {}
     return [
         name,
-        _kinds(gpu),
+        _kinds(gpu, style),
         gibibytes(sum(free)) if free and None not in free else ("?" if devices else ""),
         _driver(gpu["driver"]),
         gpu.get("cuda_driver_version") or "",
@@ -336,7 +336,8 @@ def _short_findings(notes: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(words) or "none"
 
 
-def _kinds(gpu: Mapping[str, Any]) -> str:
+def _kinds(gpu: Mapping[str, Any], style: Style) -> str:
+    times = "×" if style.unicode else "x"
     devices = gpu.get("devices") or []
     names = [device["name"] or "unknown" for device in devices]
     if not names:
@@ -344,7 +345,7 @@ def _kinds(gpu: Mapping[str, Any]) -> str:
     if not names:
         others = len(gpu.get("other_gpus") or [])
         return f"{others} of another vendor" if others else "none"
-    return ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
+    return ", ".join(f"{names.count(name)} {times} {name}" for name in dict.fromkeys(names))
 
 
 def _driver(driver: Mapping[str, Any]) -> str:
@@ -500,7 +501,7 @@ def _plan_gpus(gpus: Sequence[Mapping[str, Any]], instances: Sequence[Mapping[st
                     for key in keys:
                         amounts[key] += amount(part.get(key))
                     words = [f"{item.name} {gibibytes(amount(part.get(item.key)))}" for item in PLAN_PARTS[:-2]]
-                    text = f"{instance['name']}: {', '.join(words)} GiB{_band(part, keys)}"
+                    text = f"{instance['name']}: {', '.join(words)} GiB{_band(part, keys, style)}"
                     lines += textwrap.wrap(text, style.width, initial_indent=" " * 9, subsequent_indent=" " * 11)
         amounts["foreign"] = amount(gpu.get("foreign"))
         states.append((gpu.get("index"), (amounts, lines, amount(gpu.get("total")), str(gpu.get("name") or ""))))
@@ -517,14 +518,15 @@ def _plan_gpus(gpus: Sequence[Mapping[str, Any]], instances: Sequence[Mapping[st
     return result
 
 
-def _band(part: Mapping[str, Any], keys: Sequence[str]) -> str:
+def _band(part: Mapping[str, Any], keys: Sequence[str], style: Style) -> str:
     """How far off the sum may be, when the terms say so."""
     terms = [part.get(key) for key in keys]
     spread = max(
         sum(term.get("high", 0) - term.get("bytes", 0) for term in terms if isinstance(term, Mapping)),
         sum(term.get("bytes", 0) - term.get("low", 0) for term in terms if isinstance(term, Mapping)),
     )
-    return f" ± {gibibytes(spread)}" if spread >= GIB / 20 else ""
+    sign = "±" if style.unicode else "+-"
+    return f" {sign} {gibibytes(spread)}" if spread >= GIB / 20 else ""
 
 
 def _instance_table(instances: Sequence[Mapping[str, Any]], style: Style) -> str:

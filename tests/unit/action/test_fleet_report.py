@@ -105,3 +105,21 @@ def test_without_a_folder_the_reports_lie_where_the_run_started(report, tmp_path
 def test_the_report_runs_once_for_all_hosts_and_needs_no_connection():
     assert fleet_report.ActionModule.BYPASS_HOST_LOOP
     assert not fleet_report.ActionModule._requires_connection
+
+
+@pytest.mark.parametrize("coloured", [True, False])
+def test_colour_is_what_ansible_itself_uses(monkeypatch, coloured):
+    monkeypatch.setattr(fleet_report.color, "ANSIBLE_COLOR", coloured)
+    assert fleet_report.screen_style().colour is coloured
+
+
+@pytest.mark.parametrize(("columns", "width"), [(20, 60), (100, 100), (500, 160)])
+def test_the_report_is_as_wide_as_the_terminal_in_reason(monkeypatch, columns, width):
+    monkeypatch.setattr(fleet_report, "display", SimpleNamespace(columns=columns))
+    assert fleet_report.screen_style().width == width
+
+
+@pytest.mark.parametrize(("encoding", "unicode"), [("UTF-8", True), ("ISO-8859-1", False), ("ANSI_X3.4-1968", False)])
+def test_line_drawing_needs_a_terminal_that_knows_it(monkeypatch, encoding, unicode):
+    monkeypatch.setattr(fleet_report.locale, "getpreferredencoding", lambda setlocale: encoding)
+    assert fleet_report.screen_style().unicode is unicode

@@ -170,7 +170,7 @@ def test_the_inventory_names_every_host_with_its_state(style):
     assert "1 of 1 up" in text
     assert "gpu-01: GPU 1: The GPU is lost." in " ".join(text.split())
     assert all(len(line) <= style.width for line in text.splitlines())
-    assert style.unicode or text.isascii() or set(filter(lambda sign: ord(sign) > 127, text)) <= {"×"}
+    assert style.unicode or text.isascii()
 
 
 def test_memory_is_split_into_ours_and_others():
@@ -310,13 +310,14 @@ def test_the_plan_shows_every_byte_every_command_and_every_refusal(style):
     assert "tensor_parallel_size: 2" in words
     assert "old" not in words
     assert words.index("REFUSED") > words.index("$ /opt/vllm")
+    assert style.unicode or text.isascii()
 
 
 def test_the_bar_of_a_plan_holds_all_kinds_and_the_band_is_named():
     text = render.plan_view({"gpu-01": {"status": "ok", "plan": PLAN}}, Style(120, unicode=False))
     drawn = next(line for line in text.splitlines() if line.startswith("  GPU 0"))
     assert all(letter in drawn for letter in "WKAGRX.")
-    assert "GiB ± 0.8" in text
+    assert "GiB +- 0.8" in text
 
 
 def test_a_command_can_be_pasted_into_a_shell():
