@@ -17,7 +17,7 @@ class Server:
         self.process, self.port, self.log = process, port, log
 
     def get(self, path: str, body: object = None, key: str | None = None) -> tuple[int, str]:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
         try:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -234,3 +235,10 @@ def test_a_length_that_does_not_fit_is_refused_with_the_longest_that_does(start)
     server = start("0.32.0", "--kv-cache-memory-bytes", "1m", "--max-model-len", "2048")
     assert server.process.wait(15) == 1
     assert "the estimated maximum model length is " in server.log.read_text(encoding="utf-8")
+
+
+def test_a_request_that_is_not_declared_as_json_is_refused(start):
+    server = start().wait()
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}/v1/completions", b'{"prompt": "x"}')
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        urllib.request.urlopen(request, timeout=10)

@@ -267,6 +267,8 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(405, {"detail": "Method Not Allowed"})
             return
         try:
+            if not self.headers.get("Content-Type", "").startswith("application/json"):
+                raise ValueError("not declared as JSON")
             request = json.loads(content or b"{}")
         except ValueError:
             self.refuse(400, "There was an error parsing the body", "Bad Request")
