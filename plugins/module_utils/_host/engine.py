@@ -38,7 +38,7 @@ shift 6
 rm -rf "$folder"
 "$uv" venv --no-progress --python "$python" "$folder"
 "$uv" pip install --no-progress --python "$folder/bin/python" "$@"
-chmod -R a+rX "$folder"
+chmod -R a+rX,go-w "$folder"
 "$folder/bin/python" -c "$program" "$folder" "$fixed"
 rm -f "$marker"
 """

@@ -75,7 +75,7 @@ class Jobs:
             ending = f"exit status {status}" if status else "it was ended before it was over"
             raise FleetError(
                 "job_failed",
-                f"{what} failed ({ending}): {self.tail(name)}",
+                f"{what} failed ({ending}). Its last lines:\n{self.tail(name)}\n",
                 f"The whole output is in {self.folder(name)}/log on the host.",
             )
 

@@ -112,6 +112,14 @@ def test_the_installed_release_is_the_wanted_one_and_says_what_is_in_it(host):
     assert vllm.stdout.strip() == "0.32.0"
 
 
+def test_nobody_else_may_write_to_a_release_and_everybody_may_read_it(host):
+    host("0.32.0")
+    modes = {path: path.stat().st_mode for path in (host.folder / "0.32.0").rglob("*") if not path.is_symlink()}
+    assert [path for path, mode in modes.items() if mode & 0o022] == []
+    assert [path for path, mode in modes.items() if not mode & 0o004] == []
+    assert (host.folder / ".cache").stat().st_mode & 0o077 == 0
+
+
 def test_a_half_finished_release_is_made_anew(host):
     host("0.32.0")
     (host.folder / "0.32.0/.gpufleet.json").unlink()
