@@ -243,7 +243,7 @@ def _counted_before(job: Job, rank: int) -> int:
 def _entry(job: Job, context: Context, alternatives: Sequence[Dict[str, Any]] = ()) -> Dict[str, Any]:
     instance = job.instance
     if job.kept is not None:
-        return {**job.kept, "kept": True, "state": instance.state, "start_after": list(job.before)}
+        return {**job.kept, "kept": True, "state": instance.state}
     entry: Dict[str, Any] = {
         "name": instance.name,
         "fits": job.reason is None,

@@ -567,12 +567,20 @@ def _longest(found: Estimate, blocks: int, concurrency: float, low: int, high: i
 
 
 def _queue(jobs: Sequence[Job]) -> None:
-    """On each device instances start one after another: those that run first, then by name."""
+    """On each device instances start one after another: those that keep their unit first, then by name.
+
+    A kept unit names its own forerunners; none of them is told to wait for it, or both would wait for ever.
+    """
     placed = sorted((job for job in jobs if job.devices and not job.reason), key=lambda job: (not job.kept, job.name))
+    waits: Dict[str, List[str]] = {job.name: list((job.kept or {}).get("start_after") or ()) for job in placed}
     for position, job in enumerate(placed):
         mine = {device.uuid for device in job.devices}
         before = [earlier for earlier in placed[:position] if mine & {device.uuid for device in earlier.devices}]
-        job.before = tuple(earlier.name for earlier in before)
+        if not job.kept:
+            for earlier in before:
+                if not _waits_for(waits, earlier.name, job.name):
+                    waits[job.name].append(earlier.name)
+        job.before = tuple(sorted(waits[job.name]))
         job.ahead = tuple(
             sum(
                 earlier.planned(rank)
@@ -582,3 +590,16 @@ def _queue(jobs: Sequence[Job]) -> None:
             )
             for device in job.devices
         )
+
+
+def _waits_for(waits: Mapping[str, Sequence[str]], name: str, other: str) -> bool:
+    """Whether the instance starts after the other one, directly or by way of more."""
+    seen, ahead = set(), [name]
+    while ahead:
+        current = ahead.pop()
+        if current == other:
+            return True
+        if current not in seen:
+            seen.add(current)
+            ahead.extend(waits.get(current, ()))
+    return False
