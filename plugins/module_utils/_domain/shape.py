@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
@@ -564,9 +564,8 @@ def _layers(reader: _Reader, model_type: str, hidden: int, count: int, encoder_o
 
 
 def _without_cache(layer: Layer) -> Layer:
-    from dataclasses import replace
-
-    assert layer.attention is not None
+    if layer.attention is None:
+        return layer
     return replace(layer, attention=replace(layer.attention, caches=False))
 
 
