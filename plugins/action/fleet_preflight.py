@@ -46,5 +46,7 @@ class ActionModule(ActionBase):
             return {"failed": True, "changed": False, **exc.as_result()}
         answer: dict[str, Any] = {"changed": False, "ansible_facts": {"gpufleet_preflight": result}}
         if result["refused"]:
-            answer.update(failed=True, msg=f"Nothing was changed on this host. {result['message']}", error_code="refused")
+            answer.update(
+                failed=True, msg=f"Nothing was changed on this host. {result['message']}", error_code="refused"
+            )
         return answer

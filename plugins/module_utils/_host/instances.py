@@ -58,7 +58,7 @@ def known(root: Root) -> list[str]:
 
 
 def check_keys(root: Root, wanted: Sequence[Generation]) -> list[dict[str, Any]]:
-    """Findings about key files. FleetError `bad_key_file` when one is missing, empty or not one line; it is not shown."""
+    """Findings about key files. FleetError `bad_key_file` when one is missing, empty or not one line, never shown."""
     findings = []
     for entry in wanted:
         for path in entry.key_files:
