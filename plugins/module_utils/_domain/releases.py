@@ -187,6 +187,10 @@ class ReleaseTable:
                 flags[alias] = flag
         return flags
 
+    def facts(self) -> Iterable[Mapping[str, Any]]:
+        """The raw entries of all releases."""
+        return list(self._data["versions"].values())
+
     def range_of(self, name: str) -> str:
         """When a flag or variable existed, in words: "0.5.4 to 0.17.1", "since 0.24.0", "in no release", ""."""
         if name in self._data["nowhere"]:

@@ -47,6 +47,13 @@ AUTO_LENGTH_FLOOR = 512
 SHORT_LENGTH = 4096
 # Units in these states hold their memory and their command line.
 RUNNING_STATES = ("active", "activating", "reloading", "refreshing")
+# Names that checkpoints carry for methods that releases list under another one.
+QUANTIZATION_ALIASES = {
+    "auto-round": "inc",
+    "auto_round": "inc",
+    "intel/auto-round": "inc",
+    "compressed_tensors": "compressed-tensors",
+}
 # Refusals that another way of sharing may lift.
 FOR_WANT_OF_MEMORY = ("refused_kv", "refused_free_memory", "oom_risk")
 TRUE = ("1", "true", "True")
@@ -185,7 +192,7 @@ def _job(instance: Instance, request: Mapping[str, Any], releases: ReleaseTable)
     if problems:
         job.reason = Refusal("unknown_argument", "; ".join(problems))
     else:
-        job.reason = _port_conflict(instance, request) or _unsupported(job)
+        job.reason = _port_conflict(instance, request) or _unsupported(job, releases)
     return job
 
 
@@ -212,15 +219,18 @@ def _port_conflict(instance: Instance, request: Mapping[str, Any]) -> Optional[R
     return None
 
 
-def _unsupported(job: Job) -> Optional[Refusal]:
+def _unsupported(job: Job, releases: ReleaseTable) -> Optional[Refusal]:
     """What the release refuses on any device."""
     instance, release = job.instance, job.release
-    method = instance.quantization or job.model.quantization
-    if method and release.quantization and method not in release.quantization:
-        known = ", ".join(sorted(release.quantization))
-        return Refusal(
-            "unsupported_by_engine", f"vLLM {release.version} does not know the quantisation {method}; it knows {known}"
-        )
+    method = _quantization(job)
+    if method and method not in release.quantization:
+        if instance.quantization or any(method in facts["quantization"] for facts in releases.facts()):
+            known = ", ".join(sorted(release.quantization))
+            return Refusal(
+                "unsupported_by_engine",
+                f"vLLM {release.version} does not know the quantisation {method}; it knows {known}",
+            )
+        job.warnings.append(f"no release is known to name the checkpoint's quantisation {method}: it may be refused")
     native = job.model.native_length
     allowed = dict(instance.environment).get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") in TRUE
     if instance.max_model_len and instance.max_model_len > native and not allowed:
@@ -238,6 +248,13 @@ def _unsupported(job: Job) -> Optional[Refusal]:
     return job.model.refusal(_split(instance))
 
 
+def _quantization(job: Job) -> str:
+    """The method in the name this release has for it; "" for none. Checkpoints carry older names, too."""
+    name = (job.instance.quantization or job.model.quantization).lower()
+    other = QUANTIZATION_ALIASES.get(name, name)
+    return other if name not in job.release.quantization else name
+
+
 def _device_refusal(job: Job, device: Device) -> Optional[str]:
     """Why this device cannot serve the instance at all, whatever its memory."""
     instance, release = job.instance, job.release
@@ -246,7 +263,7 @@ def _device_refusal(job: Job, device: Device) -> Optional[str]:
         return f"compute capability {_dotted(has)}, vLLM {release.version} has code from {_dotted(wanted)} on"
     if (has[0] == 10 and not release.blackwell[0]) or (has[0] == 12 and not release.blackwell[1]):
         return f"compute capability {_dotted(has)}, for which vLLM {release.version} has no code"
-    method = instance.quantization or job.model.quantization
+    method = _quantization(job)
     least = release.quantization.get(method) if method else None
     if least and has[0] * 10 + has[1] < least:
         return f"{method} needs compute capability {least / 10:.1f}, this GPU has {_dotted(has)}"

@@ -293,6 +293,25 @@ def test_what_engine_or_device_refuses_is_refused_with_a_code(instance, version,
     assert text in entry["reason"]["text"]
 
 
+@pytest.mark.parametrize(
+    ("method", "version", "fits"),
+    [
+        ("auto-round", "0.14.1", True),
+        ("auto-round", "0.33.0", True),
+        ("compressed_tensors", "0.19.1", True),
+        ("bitsandbytes", "0.33.0", False),
+        ("homemade", "0.33.0", True),
+    ],
+)
+def test_a_checkpoints_quantisation_is_looked_up_under_the_names_of_the_release(method, version, fits):
+    wanted = request({"model": "q"}, version=version)
+    scheme = {"quant_method": method, "bits": 4, "group_size": 128, "load_in_4bit": True}
+    wanted["models"] = {"q": {"config": config(quantization_config=scheme)}}
+    entry = only(plan(wanted))
+    assert entry["fits"] is fits, entry["reason"]
+    assert any("homemade" in text for text in entry["warnings"]) == (method == "homemade")
+
+
 def test_old_gpus_and_new_releases_do_not_meet():
     volta = gpu(0, total=31, name="Tesla V100-SXM2-32GB", compute_capability="7.0")
     entry = only(plan(request({}, devices=[volta], version="0.20.0")))
