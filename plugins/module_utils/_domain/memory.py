@@ -13,8 +13,9 @@
                   "cuda_graphs", "context"}; they replace the model's own figures
     Budget.ranks[i]           one RankBudget per pipeline rank: terms, requested, what is left for the KV cache
     Budget.layout             the KvLayout; Budget.capacity what the cache holds at settings.max_model_len
-    Budget.verdict            fits | oom_risk | refused_kv | refused_free_memory; Budget.reason says it in numbers
-    Budget.utilization_for(kv_bytes) / RankBudget.footprint   for a planner that chooses the settings itself
+    Budget.verdict            fits | oom_risk | refused_kv | refused_free_memory; Budget.reason says it in numbers,
+                              Budget.certain whether the band of the cache's memory allows no other answer
+    RankBudget.footprint(kv_bytes)   what the process takes of the device, for a planner that chooses the cache itself
 
 Every term is ``Term(bytes, source, low, high)`` with source exact, modelled, measured or expected. The equation is the
 engine's: requested = share of the device; KV = requested - weights - activation - non-torch - graphs (where applied).
@@ -177,6 +178,7 @@ class Budget:
     verdict: str
     reason: str
     estimated: bool
+    certain: bool  # the whole band of the cache's memory leads to the same verdict about the length
 
     @property
     def fits(self) -> bool:
@@ -435,6 +437,11 @@ class _Case:
             )
         capacity = layout.capacity([rank.kv_available.bytes for rank in ranks], self.length)
         verdict, reason = self._verdict(ranks, layout, capacity, requested)
+        ends = [layout.longest([getattr(r.kv_available, end) for r in ranks], self.length) for end in ("low", "high")]
+        certain = not layout.groups or (ends[0] >= self.length) == (ends[1] >= self.length)
+        if not certain and verdict in ("fits", "refused_kv"):
+            low, high = (min(getattr(r.kv_available, end) for r in ranks) for end in ("low", "high"))
+            reason = f"{reason} Between {gib(low)} and {gib(high)} may be left: this is not certain.".strip()
         return Budget(
             ranks=tuple(ranks),
             layout=layout,
@@ -446,6 +453,7 @@ class _Case:
             verdict=verdict,
             reason=reason,
             estimated=estimated or layout.estimated,
+            certain=certain,
         )
 
     def _kv(

@@ -162,6 +162,21 @@ def test_a_length_that_does_not_fit_is_refused_with_the_length_that_does() -> No
     assert 8192 < found.capacity.longest < 131072
 
 
+def test_the_band_says_when_a_verdict_is_not_certain() -> None:
+    room = budget().ranks[0].kv_available
+    settings = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
+    middle = budget(L4, "0.19.0", **settings).ranks[0].kv_available
+    near = middle.bytes // (2 << 20) * 16
+    assert room.low < room.bytes
+    for length, verdict in ((near - 64, "fits"), (near + 64, "refused_kv")):
+        found = budget(L4, "0.19.0", max_model_len=length, **settings)
+        assert found.verdict == verdict
+        assert not found.certain
+        assert "not certain" in found.reason
+    assert budget(L4, "0.19.0", max_model_len=near // 4, **settings).certain
+    assert budget(L4, "0.19.0", max_model_len=near * 4, **settings).certain
+
+
 def test_weights_beyond_the_share_leave_nothing() -> None:
     shape = parse_shape(CONFIGS["llama-3-70b"])
     settings = kvcache.Settings(max_model_len=8192, gpu_memory_utilization=0.9)
