@@ -89,6 +89,7 @@ class State:
     proj_bias: bool = False
     float32_state: bool = False
     inner_norms: bool = False
+    gated_norm: bool = True
 
 
 @dataclass(frozen=True)
@@ -972,7 +973,11 @@ def _state(reader: _Reader, model_type: str, hidden: int, heads: int, kind: str)
         groups=reader.integer("n_groups", "mamba_n_groups", "mamba_ngroups", default=1, low=1, high=1 << 14),
         conv_bias=conv_bias,
         proj_bias=proj_bias,
-        float32_state=model_type.startswith("nemotron_h") or reader.text("mamba_ssm_cache_dtype") == "float32",
+        float32_state=reader.text(
+            "mamba_ssm_cache_dtype", default="float32" if model_type.startswith("nemotron_h") else ""
+        )
+        == "float32",
+        gated_norm=reader.flag("mamba_rms_norm", "rms_norm", default=True),
     )
 
 

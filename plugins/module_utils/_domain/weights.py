@@ -374,7 +374,8 @@ class _Case:
             mixed = inner + 2 * groups // tp * s.state_dim
             heads = s.heads // tp
             self._linear(total, "state", hidden, inner + mixed + heads, 4)
-            total.add("state", mixed * (s.kernel + s.conv_bias) * element + heads * (4 + 2 * element) + inner * element)
+            total.add("state", mixed * (s.kernel + s.conv_bias) * element + heads * (4 + 2 * element))
+            total.add("norm", inner * element if s.gated_norm else 0)
             self._linear(total, "state", inner, hidden)
         elif s.kind == "lightning":
             self._linear(total, "state", hidden, 4 * inner, 4)
