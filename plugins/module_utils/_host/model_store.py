@@ -223,6 +223,7 @@ class Store:
                     f"{path} holds {manifest.get('identity')} and {source.identity} is wanted; it is kept, because "
                     "instances may read from it. Give the new content a name of its own."
                 )
+            self._refuse_damaged(source, manifest)
             self.check_readable(source)
             return Step(source, path, note=note)
         if self._root.exists(path):
@@ -237,6 +238,20 @@ class Store:
         done = self._root.path(self._partial(source))
         left = sum(file.size for file in files if not os.path.exists(os.path.join(done, file.name)))
         return Step(source, path, fetch=True, commit=commit, files=files, size=left)
+
+    def _refuse_damaged(self, source: Source, manifest: Mapping[str, Any]) -> None:
+        """Files that are gone or have another size than when they were published."""
+        for name, size in sorted((manifest.get("files") or {}).items()):
+            path = f"{self.path(source)}/{name}"
+            real = self._root.path(path)
+            found = os.path.getsize(real) if os.path.exists(real) else None
+            if found != size:
+                has = "is gone" if found is None else f"has {found} bytes"
+                raise FleetError(
+                    "model_damaged",
+                    f"Model {source.name}: {path} {has}; it had {size} bytes when it was fetched.",
+                    f"Stop the instances of the model, remove {self.path(source)} and run again.",
+                )
 
     def _partial(self, source: Source) -> str:
         return f"{self._folder}/.{source.name}.new"

@@ -252,6 +252,17 @@ def test_a_complete_model_with_another_revision_is_kept_and_reported(host, hub, 
     assert [finding["code"] for finding in result["findings"]] == ["model_differs"]
 
 
+def test_a_fetched_file_that_changed_its_size_is_named(host, hub, tiny):
+    hub.repository("org/a", tiny)
+    host({"a": {"repo": "org/a"}})
+    weights = host.models / "a/model.safetensors"
+    size = weights.stat().st_size
+    os.truncate(weights, 100)
+    result = host({"a": {"repo": "org/a"}})
+    assert result["error_code"] == "model_damaged"
+    assert f"{weights} has 100 bytes; it had {size}" in result["msg"]
+
+
 def test_a_folder_of_somebody_else_is_not_overwritten(host, hub, tiny):
     hub.repository("org/a", tiny)
     (host.models / "a").mkdir(parents=True)
