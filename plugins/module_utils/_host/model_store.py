@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
-from ansible_collections.gpufleet.inference.plugins.module_utils._domain.units import gib
 from ansible_collections.gpufleet.inference.plugins.module_utils._host import download
 from ansible_collections.gpufleet.inference.plugins.module_utils._host.root import Root
 
@@ -466,8 +465,3 @@ def unpack(archive: str, target: str) -> None:
         raise FleetError(
             "bad_archive", f"{archive} cannot be unpacked: {error}.", "Use a tar archive (plain, gz, bz2 or xz)."
         ) from None
-
-
-def total(step: Step) -> str:
-    """The size of a step for people."""
-    return gib(step.size) if step.size else "size unknown"
