@@ -18,6 +18,7 @@ from ansible_collections.gpufleet.inference.plugins.module_utils._domain.shape i
 
 VERSION = (0, 32, 0)
 AVAILABLE = 8 << 30
+BLOCK = 32  # the CPU's attention takes multiples of 32 where windows slide
 BASE: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -68,6 +69,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 2048,
         "decoder_sparse_step": 1,
         "norm_topk_prob": False,
+    },
+    "Glm4MoeForCausalLM": {
+        "model_type": "glm4_moe",
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "head_dim": 64,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 512,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": False,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
     },
     "MistralForCausalLM": {"model_type": "mistral", "sliding_window": 1024},
     "Phi3ForCausalLM": {"model_type": "phi3", "sliding_window": 1023},
@@ -137,7 +154,7 @@ def question(name: str) -> dict[str, Any]:
         "max_model_len": 4096,
         "max_num_batched_tokens": 2048,
         "max_num_seqs": 64,
-        "block_size": 16,
+        "block_size": BLOCK,
     }
 
 
@@ -169,7 +186,7 @@ def differences(name: str, answer: dict[str, Any]) -> list[str]:
     ours = estimate.bytes - sum(estimate.parts.get(part, 0) for part in ("rope", "absorbed", "rounding"))
     found = [] if ours == answer["param_bytes"] else [f"{name}: parameters {ours}, engine {answer['param_bytes']}"]
     settings = kvcache.Settings(
-        block_size=16,
+        block_size=BLOCK,
         max_num_batched_tokens=2048,
         max_num_seqs=64,
         enable_prefix_caching=False,

@@ -180,7 +180,6 @@ class Shape:
     quantization: Quantization = field(default_factory=Quantization)
     norm_bias: bool = False
     final_norm: bool = True
-    head_bias: bool = False
     logit_softcap: bool = False
     positions: int = 0  # learned position embeddings
     embed_width: int = 0  # factorised embedding (OPT 350m); 0: hidden
@@ -477,7 +476,6 @@ def _parse(config: Mapping[str, Any]) -> Shape:
         ropes=_ropes(reader, model_type, layers, max_length, original),
         quantization=_quantization(config, text),
         norm_bias=model_type in _NORM_BIAS,
-        head_bias=model_type == "phi",
         logit_softcap=reader.number("final_logit_softcapping") > 0 or reader.flag("logits_soft_cap"),
         positions=_learned_positions(reader, model_type),
         encoder_only=encoder_only,

@@ -31,6 +31,9 @@ VOCAB_PADDING = 64
 MIB = 1 << 20
 # Families whose embedding and head are built on every pipeline rank (their model files keep no placeholder layers).
 _EVERYWHERE = ("qwen3_next", "gpt_oss")
+# Families that keep the router in float32, and those with a float32 correction per expert.
+_ROUTER_FLOAT32 = ("glm4_moe", "minimax_m2", "ernie4_5_moe")
+_ROUTER_CORRECTION = ("deepseek_v3", "kimi", "glm4_moe", "glm_moe_dsa", "nemotron_h", "minimax_m2")
 # Families that keep the final norm on every rank.
 _NORM_EVERYWHERE = ("gpt_oss", "gemma3", "gemma3_text")
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -204,7 +207,7 @@ class _Case:
             vocab = shape.per_layer_vocab or shape.vocab
             total.add("embed", vocab // self.tp * shape.per_layer_embedding * len(shape.layers) * width)
         if self.has_head:
-            total.tensor("lm_head", self.padded_vocab // self.tp * (shape.hidden * width + shape.head_bias * width))
+            total.tensor("lm_head", self.padded_vocab // self.tp * shape.hidden * width)
         if shape.final_norm and (self.rank == self.pp - 1 or shape.model_type in _NORM_EVERYWHERE):
             total.add("norm", shape.hidden * width * (2 if shape.norm_bias else 1))
         largest = 0
@@ -304,10 +307,11 @@ class _Case:
         hidden, element = self.shape.hidden, self.element
         fused = 2 if mlp.gated else 1
         if mlp.experts:
-            total.add("router", hidden * mlp.experts * element)
+            family = self.shape.model_type
+            total.add("router", hidden * mlp.experts * (4 if family.startswith(_ROUTER_FLOAT32) else element))
             if mlp.router_bias:
                 total.add("router", mlp.experts * element)
-            if self.shape.model_type.startswith(("deepseek_v3", "kimi", "glm4_moe", "glm_moe_dsa", "nemotron_h")):
+            if family.startswith(_ROUTER_CORRECTION):
                 total.add("router", mlp.experts * 4)
             self._experts(mlp, total)
             if mlp.shared_gate:
