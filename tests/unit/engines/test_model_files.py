@@ -10,6 +10,7 @@ import os
 import pwd
 import sys
 import tarfile
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,10 @@ def hub():
 @pytest.fixture
 def shared(tmp_path):
     """A folder that everybody may enter, unlike pytest's own."""
-    for parent in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+    top = Path(tempfile.gettempdir())
+    for parent in (tmp_path, *tmp_path.parents):
+        if parent == top:
+            break
         parent.chmod(0o755)
     return tmp_path
 
