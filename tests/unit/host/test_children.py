@@ -47,11 +47,11 @@ def test_a_silent_child_is_left_and_what_it_said_before_is_kept():
         time.sleep(60)
 
     started = time.monotonic()
-    got, outcome = collect(work, patience=0.3)
+    got, outcome = collect(work, patience=1.5)
     assert got == ["before"]
     assert outcome.silent
     assert not outcome.done
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 20
 
 
 def test_a_child_that_ignores_the_kill_is_not_waited_for(strays):
@@ -60,8 +60,8 @@ def test_a_child_that_ignores_the_kill_is_not_waited_for(strays):
         time.sleep(60)
 
     started = time.monotonic()
-    got, outcome = collect(work, patience=0.3, kill=lambda pid, number: None)
-    assert time.monotonic() - started < 2
+    got, outcome = collect(work, patience=1.5, kill=lambda pid, number: None)
+    assert time.monotonic() - started < 20
     assert outcome.silent
     strays.extend(got)
     os.kill(got[0], 0)

@@ -66,14 +66,14 @@ def test_a_file_system_that_does_not_answer_is_named_and_the_others_are_read(fak
     dead = fake.root.path("/mnt/dead")
     real = os.statvfs
     (fake.folder / "mnt/dead").mkdir(parents=True)
-    monkeypatch.setattr(host_reader, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(host_reader, "_PATIENCE_S", 1.5)
     monkeypatch.setattr(os, "statvfs", lambda path: time.sleep(60) if path == dead else real(path))
     started = time.monotonic()
     facts = gather(fake, paths=["/mnt/dead", "/opt/vllm"])
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 20
     assert facts["disk"]["/mnt/dead"] is None
     assert facts["disk"]["/opt/vllm"] > 0
-    assert facts["unavailable"] == {"disk./mnt/dead": "gives no answer within 0.3 s"}
+    assert facts["unavailable"] == {"disk./mnt/dead": "gives no answer within 1.5 s"}
     assert codes(facts) == ["mount_silent"]
 
 
