@@ -22,7 +22,7 @@ PROPERTIES = (
     "MainPID",
     "NRestarts",
     "InvocationID",
-    "NeedDaemonReload",
+    "Job",
 )
 _CALL_S = 60.0
 _POLL_S = 0.5
@@ -128,6 +128,8 @@ def judge(unit: str, state: Mapping[str, str], overdue: Optional[float], *, pati
         why = state.get("Result", "")
         again = "; systemd tries again" if active != "failed" else ""
         return Outcome(unit, "failed", f"its start ended with `{why}`{again}", pid, invocation)
+    if active == "inactive" and not int(state.get("Job") or 0):
+        return Outcome(unit, "failed", "systemd did not start it (a condition or assertion of the unit does not hold)")
     if overdue is not None:
         return Outcome(unit, "timeout", f"it is still {active} ({sub}) after {overdue:g} s", pid, invocation)
     return None

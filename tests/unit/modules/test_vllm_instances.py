@@ -29,6 +29,7 @@ class FakeSystemd:
         self.calls: list[list[str]] = []
         self.fails: set[str] = set()
         self.silent: set[str] = set()
+        self.refused: set[str] = set()
         self.number = 0
 
     def run(self, argv: list[str], *, timeout: float | None = None, data: Any = None, env: Any = None) -> Result:
@@ -51,6 +52,9 @@ class FakeSystemd:
         if verb in ("start", "restart"):
             self.number += 1
             invocation = f"{self.number:032x}"
+            if unit in self.refused:
+                self.states[unit] = {"ActiveState": "inactive"}
+                return
             if unit in self.fails:
                 self.states[unit] = {"ActiveState": "activating", "SubState": "auto-restart", "Result": "exit-code"}
                 return
@@ -285,3 +289,10 @@ def test_a_key_that_every_user_can_read_is_a_finding(host):
     assert "planted-secret" not in json.dumps(result)
     (host.base / "key").chmod(0o600)
     assert host.run({**entry(), "key_files": ["/key"]})["findings"] == []
+
+
+def test_a_start_that_systemd_refuses_is_a_failure_at_once(host):
+    host.systemd.refused = {"vllm-chat.service"}
+    result = host.run(entry())
+    assert result["failed"] is True
+    assert "systemd did not start it" in result["msg"]
