@@ -297,11 +297,15 @@ class Handler(BaseHTTPRequestHandler):
         prompt = json.dumps(request.get("messages")) if chat else str(request.get("prompt", ""))
         length = len(prompt) // 4 + 1
         count = request.get("max_completion_tokens") or request.get("max_tokens") or 16
-        if length + count > self.service.figures["length"]:
-            limit = self.service.figures["length"]
+        limit = self.service.figures["length"]
+        if count > limit:
             text = (
-                f"This model's maximum context length is {limit} tokens. However, you requested {length + count} tokens"
+                f"max_tokens={count} cannot be greater than max_model_len={limit}. Please request fewer output tokens."
             )
+            self.refuse(400, text, "BadRequestError", "max_tokens")
+            return
+        if length + count > limit:
+            text = f"This model's maximum context length is {limit} tokens. You requested {length + count} tokens."
             self.refuse(400, text, "BadRequestError")
             return
         failure = self.service.switch()
