@@ -859,7 +859,8 @@ def _attention(
     qkv_bias = reader.flag("attention_bias", "qkv_bias", "add_qkv_bias", "use_qkv_bias", default=bias_default)
     if model_type in _QKV_BIAS and model_type not in ("gpt_oss",):
         qkv_bias = reader.flag("qkv_bias", "use_bias", default=True)
-    o_bias_key = reader.flag("attention_bias") and model_type in ("llama", "gpt_oss", "granite", "mistral", "seed_oss")
+    o_bias_key = reader.flag("attention_bias") and model_type in ("llama", "gpt_oss", "granite", "mistral")
+    o_bias_key = o_bias_key or reader.flag("attention_out_bias")
     if model_type == "falcon":
         qkv_bias = reader.flag("bias")
     qk_norm = "head" if model_type in _QK_NORM_HEAD else "full" if model_type in _QK_NORM_FULL else ""
