@@ -114,6 +114,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "OPTForCausalLM": {
         "model_type": "opt",
         "ffn_dim": 4096,
+        "intermediate_size": None,
         "num_key_value_heads": None,
         "word_embed_proj_dim": 1024,
         "do_layer_norm_before": True,
@@ -137,6 +138,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "Mamba2ForCausalLM": {
         "model_type": "mamba2",
+        "intermediate_size": None,
         "num_heads": 32,
         "head_dim": 64,
         "state_size": 64,
