@@ -190,7 +190,11 @@ def candidates(host: Host, instance: Instance, ledger: Ledger) -> Tuple[List[Dev
         return [], Refusal(code, text)
     usable = [device for device in whole if device.usable]
     if len(usable) < instance.world_size:
-        reasons = "; ".join(f"{device.index}: {device.why_not}" for device in whole if not device.usable)
+        alike: Dict[str, List[str]] = {}
+        for device in whole:
+            if not device.usable:
+                alike.setdefault(device.why_not, []).append(str(device.index))
+        reasons = "; ".join(f"{', '.join(numbers)}: {why}" for why, numbers in alike.items())
         return [], Refusal(
             "unsupported_by_device", f"{instance.world_size} GPUs are wanted, {len(usable)} can be used ({reasons})"
         )
@@ -365,7 +369,10 @@ def _device(
         memory = {"total": ram.get("total"), "free": ram.get("available")}
     held = _held(fact, owners, uuid)
     sizes = _sizes(memory, held, reserve)
-    why_not = "its memory is not known" if not sizes["total"] else ""
+    unknown = ["memory"] if not sizes["total"] else []
+    unknown += ["compute capability"] if not fact.get("compute_capability") else []
+    why_not = f"its {' and '.join(unknown)} {'are' if unknown[1:] else 'is'} not known" if unknown else ""
+    why_not = str(fact.get("silent") or why_not)
     if mode == "prohibited":
         why_not = "compute mode is prohibited"
     action = str((fact.get("health") or {}).get("recovery_action") or "")

@@ -82,22 +82,18 @@ def _known_models(live: Sequence[Instance], models: Mapping[str, Any]) -> None:
 
 
 def _host(request: Mapping[str, Any], wanted: Sequence[Instance], findings: List[Finding]) -> Host:
-    """The devices of the facts; on a bare host those that the catalogue expects behind the PCI ids."""
+    """The devices of the facts; on a bare host those that the catalogue expects behind the PCI ids.
+
+    Where a driver runs and NVML is silent, nothing is expected: the devices are there and none can be used.
+    """
     gpu = dict(request.get("gpu") or {})
     ram = (request.get("host") or {}).get("ram")
-    if not any(device.get("compute_capability") for device in gpu.get("devices") or []):
+    mute = catalogue.silent(gpu)
+    if mute:
+        gpu["devices"] = catalogue.silent_devices(gpu, f"{mute.text}. {mute.remedy}".rstrip(". "))
+        findings.append(replace(mute, code="nvml_silent"))
+    elif not any(device.get("compute_capability") for device in gpu.get("devices") or []):
         gpu["devices"], unknown = catalogue.expected_devices(request["data"]["gpus"], gpu.get("pci") or [])
-        running = (gpu.get("driver") or {}).get("running")
-        if running and gpu["devices"]:
-            findings.append(
-                Finding(
-                    "nvml_silent",
-                    "error",
-                    "host",
-                    f"The driver {running} runs, but NVML told nothing of its GPUs: the plan uses the catalogue.",
-                    "See why NVML does not answer (facts, under unavailable), then plan again.",
-                )
-            )
         if unknown:
             findings.append(
                 Finding(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
 
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.catalogue import silent
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.findings import Finding
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.instances import Instance, normalise
@@ -69,7 +70,7 @@ def message(errors: Sequence[Finding]) -> str:
 
 
 def _softened(finding: Finding) -> Finding:
-    if finding.code not in ("no_driver", "no_devices"):
+    if finding.code != "no_driver":
         return finding
     return Finding(finding.code, "warning", finding.subject, finding.text, finding.remedy)
 
@@ -125,14 +126,10 @@ def _devices(instances: Sequence[Instance], gpu: Mapping[str, Any]) -> Iterator[
             f"{count} NVIDIA GPU(s) and no driver that runs",
             "Install a driver and load it; instances are started only where one runs.",
         )
-    elif not gpu.get("devices"):
-        reason = (gpu.get("unavailable") or {}).get("devices") or (gpu.get("unavailable") or {}).get("nvml")
-        yield _error(
-            "no_devices",
-            "host",
-            f"the driver runs and shows no GPU ({reason or 'no reason given'})",
-            "Compare `nvidia-smi` on the host and its kernel log.",
-        )
+        return
+    mute = silent(gpu)
+    if mute:
+        yield mute
 
 
 def _base(host: Mapping[str, Any], request: Mapping[str, Any]) -> Iterator[Finding]:

@@ -335,13 +335,32 @@ def test_a_bare_host_is_planned_from_the_catalogue_and_marked():
     assert answer["gpus"][0]["expected"] and answer["findings"][0]["code"] == "unknown_gpu"
 
 
-def test_a_running_driver_that_tells_nothing_is_a_finding():
-    wanted = request({}, devices=[gpu(0, compute_capability=None)])
-    wanted["gpu"]["pci"] = [{"address": "0000:18:00.0", "vendor_id": "0x10de", "device_id": "0x2330"}]
+@pytest.mark.parametrize("named", [True, False])
+def test_a_silent_nvml_is_refused_in_figures_and_never_planned_from_the_catalogue(named):
+    mute = gpu(0, compute_capability=None, memory={"total": None, "reserved": None, "free": None, "used": None})
+    wanted = request({}, {"gpus": 2}, devices=[{**mute, "index": None}, {**mute, "index": None}] if named else [])
+    wanted["gpu"]["pci"] = [
+        {"address": f"0000:{number}:00.0", "vendor_id": "0x10de", "device_id": "0x2330"} for number in (18, 19)
+    ]
     wanted["gpu"]["driver"] = {"running": "580.95.05"}
+    wanted["gpu"]["unavailable"] = {"nvml": "no answer within 20 s"}
+    wanted["gpu"]["findings"] = [
+        {"code": "nvml_unavailable", "text": "NVML tells nothing: no answer.", "remedy": "Look for Xid lines."}
+    ]
     answer = plan(wanted)
-    assert [finding["code"] for finding in answer["findings"]] == ["nvml_silent"]
-    assert answer["gpus"][0]["expected"]
+    assert not answer["fits"] and [finding["code"] for finding in answer["findings"]] == ["nvml_silent"]
+    assert not any(device["expected"] for device in answer["gpus"])
+    for entry in answer["instances"]:
+        assert entry["reason"]["code"] == "unsupported_by_device" and entry["budget"] == []
+        text = entry["reason"]["text"]
+        assert all(word in text for word in ("0 can be used", "0, 1:", "580.95.05", "2 GPU(s)", "20 s", "Xid lines"))
+
+
+def test_a_gpu_of_unknown_capability_is_left_out_and_its_neighbour_serves():
+    answer = plan(request({}, devices=[gpu(0, compute_capability=None), gpu(1)]))
+    assert only(answer)["devices"] == ["GPU-0001"]
+    both = only(plan(request({"gpus": 2}, devices=[gpu(0, compute_capability=None), gpu(1)])))
+    assert "0: its compute capability is not known" in both["reason"]["text"]
 
 
 def test_a_mig_slice_is_planned_with_its_own_memory():

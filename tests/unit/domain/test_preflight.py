@@ -23,7 +23,7 @@ REQUEST: dict[str, Any] = {
         "pci": [{"address": "0000:18:00.0"}],
         "other_gpus": [],
         "driver": {"running": "550.90.07"},
-        "devices": [{"index": 0, "uuid": "GPU-a", "processes": []}],
+        "devices": [{"index": 0, "uuid": "GPU-a", "compute_capability": "9.0", "processes": []}],
     },
     "host": {
         "systemd": 252,
@@ -34,6 +34,14 @@ REQUEST: dict[str, Any] = {
         "vllm_units": [{"unit": "vllm-chat.service", "ours": True}],
         "containers_with_gpu": [],
     },
+}
+
+
+SILENT = [{"index": None, "uuid": "GPU-a", "compute_capability": None, "memory": {"total": None}}]
+MISMATCH = {
+    "code": "driver_library_mismatch",
+    "text": "The kernel runs driver 550.90.07, the user-space library is 550.127.05.",
+    "remedy": "Reload the driver, or reboot.",
 }
 
 
@@ -60,6 +68,16 @@ FOREIGN_PORT = {"address": "0.0.0.0", "port": 8000, "pid": 77, "process": "nginx
         ({"gpu__present": False}, "no_gpu", ["1 instance", "PCI"]),
         ({"gpu__driver": {"running": None}}, "no_driver", ["1 NVIDIA GPU", "no driver"]),
         ({"gpu__devices": [], "gpu__unavailable": {"nvml": "no answer in 20 s"}}, "no_devices", ["no answer in 20 s"]),
+        (
+            {"gpu__devices": SILENT, "gpu__unavailable": {"nvml": "no answer in 20 s"}},
+            "nvml_unavailable",
+            ["550.90.07", "none of 1 GPU(s)", "no answer in 20 s", "nvidia-smi"],
+        ),
+        (
+            {"gpu__devices": SILENT, "gpu__findings": [MISMATCH]},
+            "driver_library_mismatch",
+            ["550.90.07", "550.127.05", "Reload the driver"],
+        ),
         ({"host__systemd": 239}, "old_systemd", ["239", "247"]),
         ({"host__systemd": None}, "no_systemd", ["systemctl"]),
         ({"host__python": []}, "no_python", ["/usr/bin/python3", "3.9", "none"]),
@@ -144,10 +162,20 @@ def test_before_the_driver_stage_a_missing_driver_is_a_warning():
     assert [(finding["code"], finding["severity"]) for finding in result["findings"]] == [("no_driver", "warning")]
 
 
+def test_a_silent_nvml_is_refused_before_the_driver_stage_too():
+    assert check(gpu__devices=SILENT, driver_required=False)["refused"] is True
+
+
 def test_foreign_processes_units_and_containers_are_listed_not_refused():
     process = {"pid": 5, "name": "python3", "used": 1 << 30, "unit": None}
     result = check(
-        gpu__devices=[{"index": 0, "processes": [process, {"pid": 6, "unit": "vllm-chat.service"}]}],
+        gpu__devices=[
+            {
+                "index": 0,
+                "compute_capability": "9.0",
+                "processes": [process, {"pid": 6, "unit": "vllm-chat.service"}],
+            }
+        ],
         host__vllm_units=[{"unit": "my-vllm.service", "ours": False}],
         host__containers_with_gpu=[{"id": "c0ffee", "runtime": "docker"}],
     )
