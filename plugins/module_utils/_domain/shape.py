@@ -375,11 +375,12 @@ def _words(text: str) -> frozenset[str]:
 
 _TIED = _words(
     "gemma gemma2 gemma3 gemma3_text gemma3n_text gemma4_text cohere cohere2 opt gpt2 bloom mpt falcon starcoder2 bert "
-    "roberta xlm-roberta gpt_bigcode recurrent_gemma t5 bart whisper lfm2 lfm2_moe mamba"
+    "roberta xlm-roberta gpt_bigcode recurrent_gemma t5 bart whisper lfm2 lfm2_moe mamba "
+    "smollm3 ernie4_5 ernie4_5_moe"
 )
 _QKV_BIAS = _words(
     "qwen qwen2 qwen2_moe qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen2_5_omni_text qwen2_audio phi opt gpt2 "
-    "bloom gpt_neox gpt_bigcode codegen starcoder2 bert roberta xlm-roberta mllama_vision dots1 gpt_oss dream "
+    "bloom gpt_neox gpt_bigcode codegen starcoder2 bert roberta xlm-roberta mllama_vision gpt_oss dream "
     "mimo"
 )
 _O_BIAS = _words("phi opt gpt2 bloom gpt_neox gpt_bigcode starcoder2 bert roberta xlm-roberta gpt_oss")

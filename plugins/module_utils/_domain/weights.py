@@ -33,7 +33,16 @@ MIB = 1 << 20
 _EVERYWHERE = ("qwen3_next", "gpt_oss")
 # Families that keep the router in float32, and those with a float32 correction per expert.
 _ROUTER_FLOAT32 = ("glm4_moe", "minimax_m2", "ernie4_5_moe")
-_ROUTER_CORRECTION = ("deepseek_v3", "kimi", "glm4_moe", "glm_moe_dsa", "nemotron_h", "minimax_m2")
+_ROUTER_CORRECTION = (
+    "deepseek_v3",
+    "kimi",
+    "glm4_moe",
+    "glm_moe_dsa",
+    "nemotron_h",
+    "minimax_m2",
+    "ernie4_5_moe",
+    "lfm2_moe",
+)
 # Families that keep the final norm on every rank.
 _NORM_EVERYWHERE = ("gpt_oss", "gemma3", "gemma3_text")
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
