@@ -131,6 +131,9 @@ plan:
         model_digest:
           description: The digest of the model's files, null when it was planned from its configuration alone.
           type: str
+        task:
+          description: V(generate), or V(pooling) where the engine gives vectors, classes or scores instead of tokens.
+          type: str
         engine_version:
           description: The vLLM release.
           type: str

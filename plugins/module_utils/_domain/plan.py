@@ -247,6 +247,7 @@ def _entry(job: Job, context: Context, alternatives: Sequence[Dict[str, Any]] = 
         "model": instance.model,
         "model_path": job.path,
         "model_digest": job.model.digest,
+        "task": job.task,
         "engine_version": instance.engine_version,
         "port": instance.port,
         "listen_address": instance.listen_address,
@@ -278,7 +279,7 @@ def _entry(job: Job, context: Context, alternatives: Sequence[Dict[str, Any]] = 
     way = job.placed
     wishes, capacity = way.settings, way.found.capacity(way.blocks, way.length)
     utilisation = _utilisation(job)
-    kv_bytes = way.blocks * way.found.block_bytes if job.by_bytes else None
+    kv_bytes = way.blocks * way.found.block_bytes if job.by_bytes and way.found.block_bytes else None
     settings = arguments.Settings(
         model_path=job.path,
         dtype=wishes.dtype,

@@ -17,6 +17,7 @@ from typing import Any, Dict, FrozenSet, List, Mapping, Optional, Sequence, Tupl
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain import unitfile
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.findings import Finding
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.pooling import POOLING
 
 CONFIGURATION = "/etc/vllm"
 SYSTEMD = "/etc/systemd/system"
@@ -275,6 +276,7 @@ def _unit(
         lock_deadline=options.lock_deadline,
         stop_deadline=options.stop_deadline,
         requires_path=f"{options.engine_root}/{version}/.gpufleet.json",
+        pooling=entry.get("task") == POOLING,
     )
 
 

@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from ansible_collections.gpufleet.inference.plugins.module_utils._domain import arguments, placement, profiles
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain import arguments, placement, pooling, profiles
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.estimate import (
     Estimate,
@@ -90,6 +90,7 @@ class Job:
     before: Tuple[str, ...] = ()
     ahead: Tuple[int, ...] = ()  # bytes of those that start before, per device
     home: Tuple[str, ...] = ()  # UUIDs of the devices it has now
+    task: str = pooling.GENERATE
 
     @property
     def engine(self) -> str:
@@ -174,6 +175,10 @@ def _job(instance: Instance, request: Mapping[str, Any], releases: ReleaseTable)
         instance = replace(instance, speculative={**instance.speculative, "model": _path(draft, models, request)})
     job = Job(instance, release, Model.of(instance.model, models[instance.model]), path, extra)
     job.warnings += extra.warnings
+    if job.model.shape is not None:
+        files = [str(entry.get("name")) for entry in models[instance.model].get("files") or []]
+        shape = job.model.shape
+        job.task = pooling.task(shape.architecture, files, release.key, extra.values, encoder_only=shape.encoder_only)
     if draft in models:
         job.draft = Model.of(draft, models[draft])
     elif draft and draft != instance.model:
@@ -290,6 +295,8 @@ def _keep(job: Job, fact: Mapping[str, Any], host: Host, ledger: Ledger) -> None
     job.home = tuple(str(uuid) for uuid in record.get("devices") or ())
     if job.reason or not same_settings(record.get("settings"), job.instance) or record.get("model_path") != job.path:
         return
+    if record.get("task", pooling.GENERATE) != job.task:
+        return
     digests = (record.get("model_digest"), job.model.digest)
     if None not in digests and digests[0] != digests[1]:
         return
@@ -404,7 +411,8 @@ def _settings(job: Job, device: Device, length: int, small: bool) -> Settings:
     chunked = job.extra.values.get("--enable-chunked-prefill")
     if engine == "v0" and not chunked:
         tokens, _seqs = batch_defaults(release.key, engine, device.total, device=device.name, length=length)
-    if chunked is False:
+    if chunked is False or job.task == pooling.POOLING:
+        # The engine refuses a step that is shorter than a prompt which it cannot cut, as that of an encoder.
         tokens = max(tokens, length)
     tokens = instance.max_num_batched_tokens or max(tokens, seqs)
     half = job.model.dtype == "bfloat16" and instance.dtype == "auto" and device.capability < (8, 0)

@@ -95,6 +95,7 @@ class Unit:
     stop_deadline: int = 30
     restart_delay: int = 5
     requires_path: Optional[str] = None
+    pooling: bool = False
 
 
 def unit_name(instance: str) -> str:
@@ -231,6 +232,7 @@ def _commands(unit: Unit) -> List[str]:
     host = f"[{unit.address}]" if ":" in unit.address else unit.address
     ready = [PYTHON, "-I", HELPER, "ready", "--url", f"http://{host}:{unit.port}", "--name", unit.served_name]
     ready += ["--deadline", str(unit.ready_deadline), "--lock-deadline", str(unit.lock_deadline)]
+    ready += ["--pooling"] if unit.pooling else []
     return [f"ExecStart={' '.join(map(quote, start))}", f"ExecStartPost={' '.join(map(quote, ready))}"]
 
 

@@ -3,6 +3,9 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Verb `ready`: an instance is up when it has returned a token under its own name (private to this collection).
 
+An engine that pools (embeddings, scores, classes) makes no tokens: it is up when it has answered with one vector or
+score instead.
+
 Run as ExecStartPost: the unit is not active before. It checks that the port's listener is a process of this unit (two
 engines on one port both claim to have started), that the model list shows the served name, and that one token comes
 back. Then it leaves the note on which `start` lets the GPUs' start locks go.
@@ -29,6 +32,13 @@ from ansible_collections.gpufleet.inference.plugins.module_utils._helper.start i
 _POLL_S = 0.5
 _REQUEST_S = 30.0
 _LISTEN = "0A"
+# From the widest to the narrowest: embeddings are in every release, the others came later and serve other models.
+_POOLING_REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/v1/embeddings", {"input": "Hello"}),
+    ("/pooling", {"input": "Hello"}),
+    ("/classify", {"input": "Hello"}),
+    ("/score", {"text_1": "Hello", "text_2": "Hello"}),
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,12 @@ class Endpoint:
     port: int
     name: str
     key: Optional[str] = None
+    pooling: bool = False
+
+    @property
+    def answer(self) -> str:
+        """What shows that it is up."""
+        return "pooled result" if self.pooling else "token"
 
 
 class NotYet(Exception):
@@ -50,6 +66,7 @@ def register(verbs: Any) -> None:
     parser = verbs.add_parser("ready", help="wait until the engine has returned a token under its own name")
     parser.add_argument("--url", required=True, help="http://address:port")
     parser.add_argument("--name", required=True, help="served model name")
+    parser.add_argument("--pooling", action="store_true", help="it pools: ask for an embedding or score, not a token")
     parser.add_argument("--deadline", type=float, required=True, help="seconds from the engine's start")
     parser.add_argument("--lock-deadline", type=float, default=0.0, help="seconds before that for the start locks")
     parser.set_defaults(work=run)
@@ -60,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     parts = urlsplit(arguments.url)
     directory = os.environ.get("CREDENTIALS_DIRECTORY")
     key = read_credential(directory, "api_key") if directory else None
-    endpoint = Endpoint(parts.hostname or "127.0.0.1", parts.port or 80, arguments.name, key)
+    endpoint = Endpoint(parts.hostname or "127.0.0.1", parts.port or 80, arguments.name, key, arguments.pooling)
     main_pid = int(os.environ.get("MAINPID") or 0)
     begun = time.monotonic()
     _wait_for_locks(main_pid, arguments.lock_deadline)
@@ -68,8 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
     wait_for_token(endpoint, main_pid, arguments.deadline)
     now = time.monotonic()
     sys.stdout.write(
-        f"gpufleet ready: {endpoint.name} returned a token on port {endpoint.port}, {now - engine_begun:.1f} s after "
-        f"the engine's start (start locks: {engine_begun - begun:.1f} s)\n"
+        f"gpufleet ready: {endpoint.name} returned a {endpoint.answer} on port {endpoint.port}, "
+        f"{now - engine_begun:.1f} s after the engine's start (start locks: {engine_begun - begun:.1f} s)\n"
     )
     sys.stdout.flush()
     unit.note(unit.READY, f"{now - engine_begun:.3f}\n")
@@ -77,26 +94,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def wait_for_token(endpoint: Endpoint, main_pid: int, deadline: float) -> None:
-    """Return when one token came back from a process of this unit under the served name."""
+    """Return when one token (or pooled result) came back from a process of this unit under the served name."""
     limit = time.monotonic() + deadline
     while True:
         try:
             check_listener(endpoint)
             check_name(endpoint)
-            check_token(endpoint)
+            if endpoint.pooling:
+                check_pooling(endpoint)
+            else:
+                check_token(endpoint)
             return
         except NotYet as exc:
             last = str(exc)
         if main_pid and not unit.alive(main_pid):
             raise FleetError(
                 "engine_ended",
-                f"The engine (process {main_pid}) ended before it returned a token; last seen: {last}.",
+                f"The engine (process {main_pid}) ended before it returned a {endpoint.answer}; last seen: {last}.",
                 hint="Its own last lines are above in this unit's journal.",
             )
         if time.monotonic() >= limit:
             raise FleetError(
                 "not_ready",
-                f"{endpoint.name} returned no token on port {endpoint.port} within {deadline:g} s; last seen: {last}.",
+                f"{endpoint.name} returned no {endpoint.answer} on port {endpoint.port} within {deadline:g} s; "
+                f"last seen: {last}.",
                 hint="Its own last lines are above in this unit's journal; a larger model may need a longer deadline.",
             )
         time.sleep(_POLL_S)
@@ -133,6 +154,21 @@ def check_token(endpoint: Endpoint) -> None:
     made = (answer.get("usage") or {}).get("completion_tokens", len(answer.get("choices") or []))
     if not made:
         raise NotYet("the completion came back without a token")
+
+
+def check_pooling(endpoint: Endpoint) -> None:
+    """One input comes back as a vector, a class or a score: whichever this model and release can make of it."""
+    refusals = []
+    for path, wish in _POOLING_REQUESTS:
+        try:
+            answer = _request(endpoint, "POST", path, {"model": endpoint.name, **wish})
+        except NotYet as exc:
+            refusals.append(str(exc))
+            continue
+        if answer.get("data"):
+            return
+        refusals.append(f"POST {path} came back without data")
+    raise NotYet("; ".join(refusals))
 
 
 def listeners(endpoint: Endpoint) -> set[int]:

@@ -312,6 +312,42 @@ def test_a_checkpoints_quantisation_is_looked_up_under_the_names_of_the_release(
     assert any("homemade" in text for text in entry["warnings"]) == (method == "homemade")
 
 
+ENCODER = {
+    "architectures": ["ModernBertModel"],
+    "model_type": "modernbert",
+    "hidden_size": 768,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 12,
+    "intermediate_size": 1152,
+    "vocab_size": 50368,
+    "max_position_embeddings": 16384,
+    "torch_dtype": "float32",
+}
+
+
+def test_a_model_that_pools_says_so_and_takes_a_whole_prompt_in_one_step():
+    wanted = request({"model": "encoder"}, {"model": "embedder"}, {}, gpus=3)
+    embedder = {"config": config(length=32768), "files": [{"name": "modules.json", "bytes": 300}]}
+    wanted["models"] = {**MODELS, "encoder": {"config": ENCODER}, "embedder": embedder}
+    encoder, embedder, chat = plan(wanted)["instances"]
+    assert [entry["task"] for entry in (encoder, embedder, chat)] == ["pooling", "pooling", "generate"]
+    assert encoder["kv_cache_tokens"] == 0 and value(encoder, "--kv-cache-memory-bytes") is None
+    assert value(encoder, "--max-num-batched-tokens") == "16384"
+    assert value(embedder, "--max-num-batched-tokens") == "32768"
+    assert value(chat, "--max-num-batched-tokens") == "8192"
+
+
+def test_a_running_unit_that_waits_for_a_token_from_a_model_that_pools_is_not_kept():
+    wanted = request({"model": "encoder"})
+    wanted["models"] = {"encoder": {"config": ENCODER}}
+    record = only(plan(wanted))
+    running = {"name": "i0", "unit": "vllm-i0.service", "active_state": "activating"}
+    wanted["gpu"]["instances"] = [{**running, "record": record}]
+    assert only(plan(wanted))["kept"]
+    wanted["gpu"]["instances"] = [{**running, "record": {**record, "task": "generate"}}]
+    assert not only(plan(wanted))["kept"]
+
+
 def test_old_gpus_and_new_releases_do_not_meet():
     volta = gpu(0, total=31, name="Tesla V100-SXM2-32GB", compute_capability="7.0")
     entry = only(plan(request({}, devices=[volta], version="0.20.0")))

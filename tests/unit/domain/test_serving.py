@@ -54,6 +54,12 @@ def test_the_digest_follows_the_command_and_not_the_moment():
     assert len(base.digest) == 12
 
 
+def test_only_an_instance_that_pools_is_asked_for_a_vector_and_no_other_unit_changes():
+    assert make(task="generate").unit == make().unit
+    with_flag = [line for line in make(task="pooling").unit.splitlines() if line not in make().unit.splitlines()]
+    assert len(with_flag) == 1 and with_flag[0].startswith("ExecStartPost=") and with_flag[0].endswith(" --pooling")
+
+
 def test_a_kept_plan_gives_the_same_record_byte_for_byte():
     first = make()
     again = serving.generation({**json.loads(first.record), "kept": True, "state": "started"}, Options(), GPU, HOST)

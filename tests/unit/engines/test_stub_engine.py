@@ -102,6 +102,22 @@ def test_a_truncated_checkpoint_fails_in_the_engine_core(start, tmp_path):
     assert "incomplete metadata" in server.log.read_text(encoding="utf-8")
 
 
+def test_a_model_that_pools_gives_vectors_and_no_tokens(start, tmp_path):
+    folder = tiny_model.write(tmp_path / "embedder")
+    (folder / "modules.json").write_text("[]", encoding="utf-8")
+    server = start(path=folder).wait()
+    status, body = server.get("/v1/embeddings", {"input": ["hello", "you"]})
+    vectors = [entry["embedding"] for entry in json.loads(body)["data"]]
+    assert status == 200 and [len(vector) for vector in vectors] == [tiny_model.HIDDEN] * 2 and vectors[0] != vectors[1]
+    status, body = server.get("/v1/completions", {"prompt": "hello"})
+    assert status == 400 and "does not support Completions API" in body
+
+
+def test_a_model_that_generates_gives_no_vectors(start):
+    status, body = start().wait().get("/v1/embeddings", {"input": "hello"})
+    assert status == 400 and "does not support Embeddings API" in body
+
+
 def test_it_answers_under_its_served_name_only(start):
     server = start("0.32.0", "--served-model-name", "small").wait()
     models = json.loads(server.get("/v1/models")[1])

@@ -44,6 +44,10 @@ ENGINE = textwrap.dedent(
             asked = json.loads(self.rfile.read(size))
             if mode == "no-token":
                 return self.answer(500, {"error": "EngineDeadError"})
+            if mode in ("embeds", "scores", "nothing-pooled"):
+                if self.path != {"embeds": "/v1/embeddings", "scores": "/score"}.get(mode):
+                    return self.answer(400, {"error": "The model does not support this API"})
+                return self.answer(200, {"data": [{"index": 0}]})
             self.answer(200, {"model": asked["model"], "choices": [{"text": " x"}], "usage": {"completion_tokens": 1}})
         def log_message(self, *args):
             pass
@@ -98,9 +102,10 @@ class Instance:
         self.main = subprocess.Popen(command, env=self.environment, stderr=subprocess.PIPE, text=True)
         self.pyz, self.port, self.name = pyz, port, name
 
-    def ready(self, deadline: float = 20, name: str = "") -> subprocess.Popen[str]:
+    def ready(self, deadline: float = 20, name: str = "", pooling: bool = False) -> subprocess.Popen[str]:
         command = [sys.executable, "-I", str(self.pyz), "ready", "--url", f"http://127.0.0.1:{self.port}"]
         command += ["--name", name or self.name, "--deadline", str(deadline), "--lock-deadline", "30"]
+        command += ["--pooling"] if pooling else []
         environment = {**self.environment, "MAINPID": str(self.main.pid)}
         return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

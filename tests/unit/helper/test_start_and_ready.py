@@ -130,6 +130,24 @@ def test_an_engine_that_does_not_answer_as_itself_is_not_ready(start, free_port,
     assert not (instance.run_directory / "ready-1").exists()
 
 
+@pytest.mark.parametrize("mode", ["embeds", "scores"])
+def test_an_engine_that_pools_is_ready_with_a_vector_or_a_score_and_never_with_a_token(start, free_port, mode):
+    instance = start("one", free_port(), [GPU], load=0.1, mode=mode)
+    as_generator = instance.ready(deadline=1.5)
+    assert as_generator.wait(20) == 1
+    out, err = instance.ready(pooling=True).communicate(timeout=20)
+    assert "returned a pooled result" in out and err == ""
+    assert (instance.run_directory / "ready-1").exists()
+
+
+def test_an_engine_that_pools_nothing_is_not_ready_and_every_refusal_is_told(start, free_port):
+    probe = start("one", free_port(), [GPU], load=0.1, mode="nothing-pooled").ready(deadline=1.5, pooling=True)
+    _, text = probe.communicate(timeout=20)
+    assert probe.returncode == 1
+    for word in ("no pooled result", "/v1/embeddings", "/pooling", "/classify", "/score", "answered 400"):
+        assert word in text
+
+
 def test_ready_leaves_a_note_of_this_invocation_only(start, free_port):
     instance = start("one", free_port(), [GPU], load=0.1, invocation="abc")
     assert instance.ready().wait(20) == 0

@@ -47,7 +47,7 @@ def _without_repeats(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 ENDPOINTS = [
     *("/health", "/ping", "/version", "/metrics", "/load", "/tokenize", "/detokenize"),
-    *("/v1/models", "/v1/completions", "/v1/chat/completions"),
+    *("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"),
 ]
 
 if __name__ == "__main__":

@@ -80,6 +80,12 @@ class Model:
     def max_length(self):
         return self.get("max_position_embeddings", 2048)
 
+    def pools(self):
+        """Whether it gives vectors and no tokens: a Sentence Transformers folder, or no language head."""
+        generates = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
+        listed = os.path.exists(os.path.join(self.path, "modules.json"))
+        return listed or not self.config["architectures"][0].endswith(generates)
+
     def switches(self):
         """Test switches beside the model: `gpufleet-stub.json`."""
         try:

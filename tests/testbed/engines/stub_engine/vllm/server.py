@@ -166,6 +166,10 @@ def end_cores(pids):
             time.sleep(0.02)
 
 
+MAKES_TOKENS = {"/v1/completions": "Completions", "/v1/chat/completions": "Chat Completions"}
+POOLS = {"/v1/embeddings": "Embeddings"}
+
+
 class Service:
     """What the requests need: names, keys, limits, counters."""
 
@@ -176,6 +180,7 @@ class Service:
             self.names = ["another-model"]
         self.keys, self.dead, self.options = _keys(options), False, options
         self.metrics = Metrics(self.names[0], figures)
+        self.pools = model.pools()
         self.delay = float(os.environ.get("GPUFLEET_STUB_TOKEN_SECONDS", "0"))
 
     def switch(self):
@@ -263,7 +268,7 @@ class Handler(BaseHTTPRequestHandler):
         path = self.route()
         if path is None:
             return
-        if path not in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/ping"):
+        if path not in (*MAKES_TOKENS, *POOLS, "/tokenize", "/detokenize", "/ping"):
             self.reply(405, {"detail": "Method Not Allowed"})
             return
         try:
@@ -283,6 +288,10 @@ class Handler(BaseHTTPRequestHandler):
                 "EngineCore encountered an issue. See stack trace (above) for the root cause.",
                 "InternalServerError",
             )
+        elif path in (MAKES_TOKENS if self.service.pools else POOLS):
+            self.refuse(400, f"The model does not support {(MAKES_TOKENS | POOLS)[path]} API", "BadRequestError")
+        elif path in POOLS:
+            self.pool(request)
         elif path == "/tokenize":
             tokens = list(str(request.get("prompt", "")).encode())
             self.reply(200, {"count": len(tokens), "max_model_len": self.service.figures["length"], "tokens": tokens})
@@ -290,6 +299,20 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(200, {"prompt": bytes(t % 256 for t in request.get("tokens", [])).decode(errors="replace")})
         else:
             self.generate(path, request)
+
+    def pool(self, request):
+        """One vector for each input, of the model's width, that depends on model and input only."""
+        inputs = request.get("input", "")
+        data, count = [], 0
+        for index, text in enumerate(inputs if isinstance(inputs, list) else [inputs]):
+            seed = hashlib.sha256((self.service.model.seed + str(text)).encode()).digest()
+            vector = [seed[i % 32] / 255 for i in range(self.service.model.get("hidden_size"))]
+            data.append({"index": index, "object": "embedding", "embedding": vector})
+            count += len(str(text)) // 4 + 1
+        usage = {"prompt_tokens": count, "total_tokens": count, "completion_tokens": 0, "prompt_tokens_details": None}
+        answer = {"id": "embd-" + uuid.uuid4().hex, "object": "list", "created": int(time.time())}
+        with self.service.metrics.request(count, 0):
+            self.reply(200, {**answer, "model": self.service.names[0], "data": data, "usage": usage})
 
     def generate(self, path, request):
         """Completions and chat, streamed or whole."""
