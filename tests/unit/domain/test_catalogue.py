@@ -12,10 +12,24 @@ GIB = 2**30
 def test_every_entry_names_sources_that_the_file_explains():
     for device_id, entry in DATA["devices"].items():
         assert len(device_id) == 4 and int(device_id, 16)
-        assert set(entry["source"]) <= set(DATA["sources"]) and "pci" in entry["source"]
-        assert ("torch_gib" in entry) == ("torch" in entry["source"]), device_id
-        assert (entry["nvml_mib"] is not None) == ("smi" in entry["source"]), device_id
+        source = set(entry["source"])
+        assert source <= set(DATA["sources"]) and "pci" in source
+        assert ("torch_gib" in entry) == (len(source & {"torch", "torch_sibling"}) == 1), device_id
+        assert (entry["nvml_mib"] is not None) == (len(source & {"smi", "smi_one", "unverified"}) == 1), device_id
+        assert len(source & {"capability", "capability_chip"}) == 1, device_id
     assert set(DATA["torch_rule"]["source"]) <= set(DATA["sources"])
+
+
+def test_a_total_taken_from_a_sibling_has_one_of_the_same_architecture_and_size():
+    entries = DATA["devices"].values()
+    recorded = {
+        (entry["architecture"], entry["nvml_mib"], entry["torch_gib"])
+        for entry in entries
+        if "torch" in entry["source"]
+    }
+    for device_id, entry in DATA["devices"].items():
+        if "torch_sibling" in entry["source"]:
+            assert (entry["architecture"], entry["nvml_mib"], entry["torch_gib"]) in recorded, device_id
 
 
 def test_torch_never_sees_more_than_nvml():
