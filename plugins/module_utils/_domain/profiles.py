@@ -60,7 +60,9 @@ def _count(number: str) -> int:
     return int(float(number.replace(",", "")))
 
 
-# (name, pattern, how several ranks combine). Sizes in bytes, counts as they are.
+# (name, pattern, how several ranks combine). Sizes in bytes, counts as they are. Each sentence was read in public logs
+# or in the engine's own source; tests/unit/domain/test_profiles.py holds them and says where. The breakdown with
+# "torch peak memory increase" is logged at level DEBUG only.
 _SIZES: Tuple[Tuple[str, re.Pattern[str], Callable[[Sequence[int]], int]], ...] = (
     ("weights", re.compile(r"(?:Model loading|Loading model weights) took " + _SIZE), max),
     ("weights", re.compile(r"model weights take " + _SIZE), max),
@@ -76,7 +78,7 @@ _SIZES: Tuple[Tuple[str, re.Pattern[str], Callable[[Sequence[int]], int]], ...] 
 )
 _COUNTS: Tuple[Tuple[str, re.Pattern[str], Callable[[Sequence[int]], int]], ...] = (
     ("kv_cache_tokens", re.compile(r"\b[A-Z]+ KV cache size: " + _NUMBER + r" tokens"), min),
-    ("kv_cache_blocks", re.compile(r"# (?:GPU|cuda) blocks: " + _NUMBER), min),
+    ("kv_cache_blocks", re.compile(r"# (?:GPU|CUDA|cuda) blocks: " + _NUMBER), min),
 )
 _CONCURRENCY = re.compile(r"Maximum concurrency for " + _NUMBER + r" tokens per request: " + _NUMBER + "x")
 

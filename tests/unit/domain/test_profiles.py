@@ -14,10 +14,29 @@ INFO 10-01 gpu_executor.py:122] # GPU blocks: 27127, # CPU blocks: 2048
 INFO 10-01 gpu_executor.py:126] Maximum concurrency for 8192 tokens per request: 52.98x
 INFO 10-01 model_runner.py:1523] Graph capturing finished in 21 secs, took 0.33 GiB
 """
+# Llama 3.1 8B on an L4, 0.6.x (public code index, file 14319663172; the same sentence for a T4 in file 55594152188).
 V0_WORKER_LOG = """
-INFO worker.py:267] the current vLLM instance can use total_gpu_memory (79.10GiB) x gpu_memory_utilization (0.90)
-INFO worker.py:267] model weights take 14.99GiB; non_torch_memory takes 0.09GiB; PyTorch activation peak memory takes \
-1.23GiB; the rest of the memory reserved for KV Cache is 54.88GiB.
+INFO 03-25 21:32:47 model_runner.py:1116] Loading model weights took 14.9888 GB
+INFO 03-25 21:32:48 worker.py:266] the current vLLM instance can use total_gpu_memory (22.07GiB) x \
+gpu_memory_utilization (0.90) = 19.86GiB
+INFO 03-25 21:32:48 worker.py:266] model weights take 14.99GiB; non_torch_memory takes 0.05GiB; PyTorch activation \
+peak memory takes 0.22GiB; the rest of the memory reserved for KV Cache is 4.60GiB.
+INFO 03-25 21:32:48 executor_base.py:108] # CUDA blocks: 2356, # CPU blocks: 2048
+INFO 03-25 21:32:48 executor_base.py:113] Maximum concurrency for 131072 tokens per request: 0.29x
+"""
+# 0.10.x with VLLM_LOGGING_LEVEL=DEBUG (public code index, file 21240355802).
+V1_DEBUG_LOG = """
+DEBUG 08-06 10:17:28 [gpu_worker.py:272] Free memory after profiling: 41.43 GiB (total), 37.49 GiB (within requested)
+DEBUG 08-06 10:17:28 [gpu_worker.py:278] Memory profiling takes 7.26 seconds. Total non KV cache memory: 2.78GiB; \
+torch peak memory increase: 0.45GiB; non-torch forward increase memory: 0.02GiB; weights memory: 2.32GiB.
+INFO 08-06 10:17:28 [gpu_worker.py:279] Available KV cache memory: 37.10 GiB
+INFO 08-06 10:17:28 [kv_cache_utils.py:831] GPU KV cache size: 1,215,552 tokens
+"""
+# A later release on shared memory, where the difference of free memory is below zero (file 66080606939).
+V1_NEGATIVE_LOG = """
+(EngineCore_DP0 pid=9577) DEBUG 02-03 04:41:31 [v1/worker/gpu_worker.py:399] Memory profiling takes 24.71 seconds. \
+Total non KV cache memory: 16.70GiB; torch peak memory increase: 1.40GiB; non-torch forward increase memory: \
+-15.24GiB; weights memory: 15.27GiB.
 """
 V1_LOG = """
 (VllmWorker rank=0 pid=1) INFO gpu_model_runner.py:1338] Model loading took 7.5123 GiB and 3.1 seconds
@@ -48,10 +67,26 @@ def test_v0_texts_are_read():
 
 
 def test_the_later_v0_sentence_is_read():
-    figures = profiles.parse_log(V0_WORKER_LOG)
-    assert figures["weights"] == int(14.99 * GIB)
-    assert figures["activation"] == int(1.23 * GIB)
-    assert figures["kv_cache"] == int(54.88 * GIB)
+    assert profiles.parse_log(V0_WORKER_LOG) == {
+        "weights": int(14.9888 * GIB),
+        "activation": int(0.22 * GIB),
+        "non_torch": int(0.05 * GIB),
+        "kv_cache": int(4.60 * GIB),
+        "kv_cache_blocks": 2356,
+        "max_model_len": 131072,
+        "max_concurrency": 0.29,
+    }
+
+
+def test_the_breakdown_of_the_debug_level_is_read():
+    assert profiles.parse_log(V1_DEBUG_LOG) == {
+        "weights": int(2.32 * GIB),
+        "activation": int(0.45 * GIB),
+        "non_torch": int(0.02 * GIB),
+        "kv_cache": int(37.10 * GIB),
+        "kv_cache_tokens": 1_215_552,
+    }
+    assert profiles.parse_log(V1_NEGATIVE_LOG) == {"weights": int(15.27 * GIB), "activation": int(1.40 * GIB)}
 
 
 def test_ranks_are_combined_as_the_engine_does():
