@@ -57,6 +57,7 @@ QUANTIZATION_ALIASES = {
 # Refusals that another way of sharing may lift.
 FOR_WANT_OF_MEMORY = ("refused_kv", "refused_free_memory", "oom_risk")
 TRUE = ("1", "true", "True")
+OLD_ENGINE_LENGTHS = (32768, 16384, 8192, 4096, 2048, 1024, AUTO_LENGTH_FLOOR)
 # (max_num_batched_tokens, max_num_seqs): the smallest that any release from 0.8.0 on takes by itself.
 SMALL_BATCH = (2048, 256)
 
@@ -70,6 +71,18 @@ class Sized:
     length: int
     blocks: int
     sizes: Tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Frugal:
+    """How all instances of a host hold back so that others find room."""
+
+    least_length: bool = False
+    small_batch: bool = False
+    old_engine_length: float = math.inf
+
+
+LAVISH = Frugal()
 
 
 @dataclass
@@ -136,17 +149,24 @@ def solve(live: Sequence[Instance], request: Mapping[str, Any], host: Host) -> L
     """Place all instances and give them their memory; in the order of their names.
 
     First each free length starts at the model's own. Where that leaves no room for others, all start at the least and
-    grow together.
+    grow together. Where that does not do either, all take the smallest batch (an engine's own is larger on a larger
+    GPU, so that without this step a larger GPU could hold fewer instances), and those of the old engine, which do not
+    grow, ever shorter lengths.
     """
-    jobs = _attempt(live, request, host, least=False)
-    if any(job.reason and job.reason.code in FOR_WANT_OF_MEMORY for job in jobs):
-        others = _attempt(live, request, host, least=True)
-        if sum(not job.reason for job in others) > sum(not job.reason for job in jobs):
-            return others
-    return jobs
+    best = _attempt(live, request, host)
+    frugal = [Frugal(True), Frugal(True, True)]
+    if any(job.engine == "v0" for job in best):
+        frugal += [Frugal(True, True, length) for length in OLD_ENGINE_LENGTHS]
+    for way in frugal:
+        if not any(job.reason and job.reason.code in FOR_WANT_OF_MEMORY for job in best):
+            break
+        jobs = _attempt(live, request, host, way)
+        if sum(not job.reason for job in jobs) > sum(not job.reason for job in best):
+            best = jobs
+    return best
 
 
-def _attempt(live: Sequence[Instance], request: Mapping[str, Any], host: Host, *, least: bool) -> List[Job]:
+def _attempt(live: Sequence[Instance], request: Mapping[str, Any], host: Host, frugal: Frugal = LAVISH) -> List[Job]:
     releases = table(request["data"]["releases"])
     ledger = Ledger()
     jobs = [_job(instance, request, releases) for instance in live]
@@ -157,7 +177,7 @@ def _attempt(live: Sequence[Instance], request: Mapping[str, Any], host: Host, *
     for job in sorted(jobs, key=_order):
         if not job.reason and not job.kept:
             try:
-                _place(job, host, ledger, request, least=least)
+                _place(job, host, ledger, request, frugal)
             except FleetError as error:  # what the engine would refuse about the model under these settings
                 job.reason = Refusal("unsupported_by_engine", f"{error.message} {error.hint}".strip())
     _grow(jobs, ledger)
@@ -319,7 +339,7 @@ def _order(job: Job) -> Tuple[Any, ...]:
     return (not instance.gpu_names, -instance.world_size, not placement.is_exclusive(instance), each, instance.name)
 
 
-def _place(job: Job, host: Host, ledger: Ledger, request: Mapping[str, Any], *, least: bool) -> None:
+def _place(job: Job, host: Host, ledger: Ledger, request: Mapping[str, Any], frugal: Frugal) -> None:
     """Find devices for the least the instance needs.
 
     A free length starts at the model's own and comes down; where the user left the batch open, the engine's default
@@ -328,8 +348,8 @@ def _place(job: Job, host: Host, ledger: Ledger, request: Mapping[str, Any], *, 
     spread = request.get("placement") == "spread"
     records = request.get("profiles") or []
     last: Optional[Refusal] = None
-    for length, small in itertools.product(_lengths(job, least), (False, True)):
-        sized = _Sizer(job, length, small, records)
+    for length, batch in itertools.product(_lengths(job, frugal), (True,) if frugal.small_batch else (False, True)):
+        sized = _Sizer(job, length, batch, records)
         devices, refusal = placement.choose(host, job.instance, ledger, sized.need, spread, prefer=job.home)
         if refusal is None:
             refusal = _device_problem(job, devices)
@@ -377,14 +397,16 @@ def _device_problem(job: Job, devices: Sequence[Device]) -> Optional[Refusal]:
     return Refusal("unsupported_by_device", bad) if bad else None
 
 
-def _lengths(job: Job, least: bool) -> List[int]:
+def _lengths(job: Job, frugal: Frugal) -> List[int]:
     """Lengths to try: the user's, or for `auto` the model's own first, halved down to a floor (or only the floor)."""
     if job.instance.max_model_len:
         return [job.instance.max_model_len]
     lengths = [job.model.native_length]
     while lengths[-1] > AUTO_LENGTH_FLOOR and job.instance.memory.mode in ("auto", "concurrency"):
         lengths.append(max(AUTO_LENGTH_FLOOR, lengths[-1] // 2))
-    return lengths[-1:] if least and job.engine != "v0" else lengths
+    if job.engine == "v0":
+        return [length for length in lengths if length <= frugal.old_engine_length] or lengths[-1:]
+    return lengths[-1:] if frugal.least_length else lengths
 
 
 def _least(job: Job, device: Device, length: int, small: bool, records: Sequence[Mapping[str, Any]]) -> Sized:

@@ -6,11 +6,13 @@ import copy
 import json
 import math
 import random
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain import plan as plan_module
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain import profiles, releases
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.placement import PARTS
@@ -712,6 +714,35 @@ def test_more_memory_never_turns_a_fit_into_a_refusal(wish, size, more):
     if small["fits"]:
         assert large["fits"], (small, large["reason"])
         assert large["max_model_len"] >= small["max_model_len"]
+
+
+@PROPERTY
+@given(
+    st.lists(_wishes, min_size=2, max_size=6), st.integers(1, 4), _versions, st.lists(st.floats(10, 180), max_size=4)
+)
+def test_more_memory_on_every_gpu_never_turns_a_host_that_fits_into_one_that_does_not(wishes, count, version, sizes):
+    wishes = [{key: item for key, item in wish.items() if key != "memory" or "fraction" not in item} for wish in wishes]
+    fits = False
+    for size in sorted({*sizes, 69.5, 70.5, 159.0, 161.0}):  # with the steps of the engines' own batches
+        wanted = _random_request([{"engine_version": version, **wish} for wish in wishes], [size] * count, 0)
+        with mock.patch.object(plan_module, "_alternatives", return_value=[]):  # not asked here, and slow
+            answer = plan(wanted)
+        assert answer["fits"] or not fits, (size, [entry["reason"] for entry in answer["instances"]])
+        fits = fits or answer["fits"]
+
+
+@pytest.mark.parametrize("version", ["0.9.2", "0.19.1"])
+def test_a_larger_gpu_whose_own_batch_is_larger_holds_as_many_instances(version):
+    wishes = [{"model": "tiny", "isolation": "shared", "max_model_len": 4096}] * 30
+    for size in (69.9, 70.1):
+        assert plan(request(*wishes, version=version, devices=[gpu(0, total=size)]))["fits"], size
+
+
+def test_an_instance_of_the_old_engine_shortens_its_length_for_a_neighbour():
+    wishes = {"isolation": "shared"}, {"model": "tiny", "isolation": "shared", "max_model_len": 2048}
+    for size in (23.1, 28.2, 40.0):
+        first, second = plan(request(*wishes, version="0.6.3", devices=[gpu(0, total=size)]))["instances"]
+        assert first["fits"] and second["fits"], size
 
 
 @PROPERTY
