@@ -80,6 +80,13 @@ options:
         description: With O(files[].state=absent), leave a directory alone that holds anything.
         type: bool
         default: false
+      besides:
+        description:
+          - With O(files[].only_empty), names in the directory that an earlier task removes. They do not count, so that
+            check mode, in which they are still there, reports what a run does.
+        type: list
+        elements: str
+        default: []
       replace:
         description: With O(files[].state=link), replace a regular file in its place.
         type: bool
@@ -148,6 +155,7 @@ FILE_SPEC = {
     "mode": {"type": "str"},
     "purge": {"type": "bool", "default": False},
     "only_empty": {"type": "bool", "default": False},
+    "besides": {"type": "list", "elements": "str", "default": []},
     "replace": {"type": "bool", "default": False},
 }
 SPEC: dict[str, Any] = {

@@ -44,6 +44,7 @@ class Wanted:
     secret: bool = False
     purge: bool = False
     only_empty: bool = False
+    besides: tuple[str, ...] = ()
     replace: bool = False
 
 
@@ -92,6 +93,7 @@ def parse(entry: Mapping[str, Any], content: Optional[bytes]) -> Wanted:
         secret=entry.get("secret") is not None,
         purge=bool(entry.get("purge")),
         only_empty=bool(entry.get("only_empty")),
+        besides=tuple(str(name) for name in entry.get("besides") or ()),
         replace=bool(entry.get("replace")),
     )
 
@@ -158,7 +160,7 @@ def _compare(root: Root, item: Wanted, going: set[str]) -> Optional[Change]:
     except NotADirectoryError as exc:
         raise FleetError("path_taken", f"A parent of {item.path} is a file, not a directory.") from exc
     if item.state == "absent":
-        if info is None or (item.only_empty and stat.S_ISDIR(info.st_mode) and _filled(root, item.path, going)):
+        if info is None or (item.only_empty and stat.S_ISDIR(info.st_mode) and _filled(root, item, going)):
             return None
         return Change(item, "remove", _describe(real, info, item), "")
     if item.state == "link":
@@ -168,9 +170,9 @@ def _compare(root: Root, item: Wanted, going: set[str]) -> Optional[Change]:
     return _compare_file(real, info, item)
 
 
-def _filled(root: Root, path: str, going: set[str]) -> bool:
-    """True when a directory holds more than what this very change removes."""
-    return any(f"{path}/{name}" not in going for name in root.listdir(path))
+def _filled(root: Root, item: Wanted, going: set[str]) -> bool:
+    """True when a directory holds more than what this very change removes and what is said to be gone by then."""
+    return any(name not in item.besides and f"{item.path}/{name}" not in going for name in root.listdir(item.path))
 
 
 def _compare_link(real: str, info: Optional[os.stat_result], item: Wanted) -> Optional[Change]:

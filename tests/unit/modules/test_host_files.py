@@ -188,6 +188,17 @@ def test_a_directory_with_files_of_others_stays_when_only_an_empty_one_may_go(tm
     assert not (tmp_path / "d").exists()
 
 
+def test_check_mode_counts_out_what_an_earlier_task_removes(tmp_path, call):
+    (tmp_path / "d" / "inner").mkdir(parents=True)
+    entry = {"path": f"{tmp_path}/d", "state": "absent", "only_empty": True, "besides": ["inner"]}
+    predicted = call([entry], check=True)
+    (tmp_path / "d" / "inner").rmdir()
+    assert predicted["changes"] == call([entry])["changes"] == [{"path": f"{tmp_path}/d", "action": "remove"}]
+    (tmp_path / "d" / "inner").mkdir(parents=True)
+    (tmp_path / "d" / "theirs").write_text("x")
+    assert call([entry], check=True)["changed"] is False
+
+
 def test_check_mode_knows_that_a_directory_is_empty_after_its_content_went(tmp_path, call):
     (tmp_path / "d" / "inner").mkdir(parents=True)
     entries = [{"path": f"{tmp_path}/d{name}", "state": "absent", "only_empty": True} for name in ("/inner", "")]
