@@ -74,7 +74,7 @@ def entry(hostvars: Any, name: str, alive: bool) -> dict[str, Any]:
         status = "unreachable" if read.get("unreachable") else "failed"
         reason = str(read.get("msg") or "").removeprefix("Task failed: ")
     elif not alive:
-        status, reason = "failed", "left the run before its end: see its last message above"
+        status, reason = "failed", "left the run before its end, most likely it stopped answering: see its last message"
     elif not gpu:
         status, reason = "unknown", "no facts of this host: it was not read, or not reached"
     return {
