@@ -16,7 +16,9 @@ The file holds `tasks` (tasks that began at all) and `hosts`; for each host: `ta
 the connection), `puts` and `fetches` (files moved by a call of their own), `remote` (the sum of these three, the number
 that budgets speak of), `bytes_sent`, `bytes_received` (payload, before SSH's own overhead), and `by_task`: the
 remote operations of each task by its name. Work on the controller (connection `local`, delegation to localhost) is not
-remote and is not counted, unless `ANSIBLE_TRANSPORT=counting_local` is chosen to try the counting itself.
+remote and is not counted, unless `ANSIBLE_TRANSPORT=counting_local` is chosen to try the counting itself. Besides,
+`changed` maps each task that changed something to the paths in its diff, and `failed` lists the messages of tasks that
+failed, rescued ones too.
 
 Connections run in forked workers: each operation appends one line to GPUFLEET_COUNTS + ".events"; the callback adds
 them up when the run ends.

@@ -31,6 +31,8 @@ class CallbackModule(CallbackBase):  # type: ignore[misc]
         super().__init__()
         self._host_tasks: Counter[str] = Counter()
         self._task_names: dict[str, str] = {}
+        self._changed: dict[str, dict[str, list[str]]] = {}
+        self._failed: dict[str, list[str]] = {}
         counting.events_file().unlink(missing_ok=True)
 
     def v2_playbook_on_task_start(self, task: Any, is_conditional: bool) -> None:
@@ -42,9 +44,22 @@ class CallbackModule(CallbackBase):  # type: ignore[misc]
     def v2_runner_on_start(self, host: Any, task: Any) -> None:
         self._host_tasks[host.get_name()] += 1
 
+    def v2_runner_on_ok(self, result: Any) -> None:
+        if result.result.get("changed"):
+            diff = result.result.get("diff") or []
+            entries = diff if isinstance(diff, list) else [diff]
+            paths = sorted(str(entry.get("after_header") or entry.get("before_header") or "") for entry in entries)
+            self._changed.setdefault(result.host.get_name(), {})[result.task.get_name()] = paths
+
+    def v2_runner_on_failed(self, result: Any, ignore_errors: bool = False) -> None:
+        self._failed.setdefault(result.host.get_name(), []).append(str(result.result.get("msg")))
+
     def v2_playbook_on_stats(self, stats: Any) -> None:
         events = counting.events_file()
         output = events.with_name(events.name.removesuffix(".events"))
         data = counting.summary(self._host_tasks, self._task_names)
+        for host, row in data["hosts"].items():
+            row["changed"] = self._changed.get(host, {})
+            row["failed"] = self._failed.get(host, [])
         output.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         events.unlink(missing_ok=True)
