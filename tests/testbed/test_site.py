@@ -7,95 +7,26 @@ Runs as root in `make test`. The tests build on each other's hosts, not on each 
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(REPO / "tests" / "plugins")]
-import counting
+sys.path.insert(0, str(HERE))
 import hosts as bed
 import shelves
+from controller import Fleet, Run
 
 SCENARIO = REPO / "molecule" / "default" / "inventory"
 SECRET = "k3y-that-must-not-be-seen-4711"
 FIRST_BUDGET, SECOND_BUDGET = 60, 25
-
-
-@dataclass
-class Run:
-    """One run of a playbook: its recap per host, what it cost and what it reported."""
-
-    status: int
-    output: str
-    counts: dict[str, dict[str, Any]]
-    report: dict[str, Any]
-
-    def recap(self, host: str) -> dict[str, int]:
-        line = re.search(rf"^{host} +: (.*)$", self.output, re.M)
-        assert line, self.output[-3000:]
-        return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", line.group(1))}
-
-    def findings(self, host: str) -> str:
-        return json.dumps(self.report[host])
-
-
-class Fleet:
-    """The fleet under test, and what a person at its controller can do."""
-
-    def __init__(self, fleet: bed.Fleet, inventory: Path, work: Path) -> None:
-        self.fleet, self.inventory, self.work = fleet, inventory, work
-
-    def play(self, book: str, *arguments: str, **variables: Any) -> Run:
-        counts, reports = self.work / "counts.json", self.work / "reports"
-        for old in (counts, reports / "site.json"):
-            old.unlink(missing_ok=True)
-        argv = [str(Path(sys.executable).with_name("ansible-playbook")), "-i", str(self.inventory), "-i", str(SCENARIO)]
-        argv += ["-e", json.dumps({**variables, "fleet_report_dir": str(reports)}), *arguments]
-        argv.append(f"gpufleet.inference.{book}")
-        env = {**os.environ, **counting.environment(counts), "ANSIBLE_NOCOLOR": "1"}
-        env["ANSIBLE_COLLECTIONS_PATH"] = str(REPO / ".build" / "collections")
-        done = subprocess.run(argv, env=env, cwd=self.work, capture_output=True, text=True, timeout=600, check=False)
-        written = reports / "site.json"
-        report = json.loads(written.read_text())["hosts"] if written.exists() else {}
-        return Run(done.returncode, done.stdout + done.stderr, counting.read(counts)["hosts"], report)
-
-    def inside(self, host: str, script: str) -> str:
-        argv = [*bed.inside(self.fleet, self.fleet.host(host)), "sh", "-c", script]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, f"{host}: {script}\n{done.stdout}{done.stderr}"
-        return done.stdout.strip()
-
-    def main_pid(self, host: str, name: str) -> str:
-        return self.inside(host, f"systemctl show -P MainPID vllm-{name}")
-
-    def argv(self, host: str, name: str) -> str:
-        return self.inside(host, f"tr '\\0' '\\n' < /proc/$(systemctl show -P MainPID vllm-{name})/cmdline")
-
-    def answers(self, host: str, name: str, port: int, key: str = "") -> bool:
-        body = json.dumps({"model": name, "prompt": "Hello", "max_tokens": 2})
-        program = (
-            "import sys, urllib.request as u; q = u.Request(sys.argv[1], sys.argv[2].encode(), "
-            "{'Content-Type': 'application/json', 'Authorization': 'Bearer ' + sys.argv[3]}); "
-            "print(u.urlopen(q, timeout=20).read().decode())"
-        )
-        script = f"python3 -c \"{program}\" http://127.0.0.1:{port}/v1/completions '{body}' '{key}'"
-        tokens: int = json.loads(self.inside(host, script))["usage"]["completion_tokens"]
-        return tokens > 0
-
-    def wait_until_running(self, host: str, *names: str) -> None:
-        every = " && ".join(f"systemctl -q is-active vllm-{name}" for name in names)
-        self.inside(host, f"for i in $(seq 600); do {every} && exit 0; sleep 0.1; done; exit 1")
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +37,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     (work / "fleet.yml").write_text(yaml.safe_dump({**data, "name": "site"}))
     loaded = bed.load(str(work / "fleet.yml"))
     try:
-        yield Fleet(loaded, bed.up(loaded), work)
+        yield Fleet(loaded, [bed.up(loaded), SCENARIO], work)
     finally:
         bed.down(loaded)
 
@@ -141,6 +72,26 @@ def test_first_run_serves_within_its_budget(fleet: Fleet, first: Run) -> None:
         assert fleet.answers(host, "pair", 8002)
         print(f"{host}: {first.counts[host]['remote']} remote operations in the first run")
         assert first.counts[host]["remote"] <= FIRST_BUDGET, first.counts[host]["by_task"]
+
+
+@pytest.mark.parametrize("host", ["bare13", "ops12"])
+def test_units_are_confined_and_can_still_reach_their_gpus(fleet: Fleet, first: Run, host: str) -> None:
+    """Exposure as systemd itself rates it, and none of what breaks CUDA, compilation, NCCL or NUMA binding."""
+    for name in ("one", "pair"):
+        rating = fleet.inside(host, f"systemd-analyze security --no-pager vllm-{name}.service | tail -1")
+        exposure = re.search(r"exposure level for .*: ([0-9.]+)", rating)
+        assert exposure, rating
+        print(f"{host} {name}: exposure {exposure[1]}")
+        assert float(exposure[1]) <= 2.0
+        wanted = "ProcSubset,MemoryDenyWriteExecute,PrivateDevices,RemoveIPC,RestrictAddressFamilies,SystemCallFilter"
+        shown = fleet.inside(host, f"systemctl show -p {wanted} vllm-{name}")
+        found = dict(line.split("=", 1) for line in shown.splitlines())
+        calls, families = found.pop("SystemCallFilter").split(), found.pop("RestrictAddressFamilies").split()
+        assert found == {"ProcSubset": "all", "MemoryDenyWriteExecute": "no", "PrivateDevices": "no", "RemoveIPC": "no"}
+        assert {"mbind", "set_mempolicy", "sched_setaffinity", "setrlimit"} <= set(calls), "group @resources is allowed"
+        assert "AF_NETLINK" in families
+        text = fleet.inside(host, f"systemctl cat vllm-{name}")
+        assert not re.search(r"^(ProcSubset|MemoryDenyWriteExecute|PrivateDevices|RemoveIPC|PrivateUsers)=", text, re.M)
 
 
 def test_second_run_changes_nothing_within_its_budget(fleet: Fleet, first: Run, second: Run) -> None:
