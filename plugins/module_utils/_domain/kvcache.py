@@ -80,7 +80,7 @@ class LayerCache:
     """What one layer keeps on one rank: ``page`` bytes per block of ``block`` tokens."""
 
     layer: int
-    kind: str  # full, sliding, chunked, state
+    kind: str  # full, sliding, chunked, cross, state
     block: int
     page: int
     window: int = 0
@@ -143,6 +143,8 @@ class KvLayout:
         if group.kind == "state":
             return group.state_blocks
         room = self.in_flight * self.batched
+        if group.kind == "cross":
+            return _ceil(group.window, group.block)
         if group.kind == "sliding":
             return _ceil(min(group.window - 1 + room, length), group.block) + 1
         if group.kind == "chunked":
@@ -331,7 +333,8 @@ def block_size(shape: Shape, version: Version, settings: Settings, kv_dtype: str
 
 def attention_bytes(attention: Attention, kv_dtype: str, element: int, tensor: int, version: Version) -> int:
     """Bytes one token takes in one attention layer on one rank, keys and values together."""
-    if attention.mla is not None and rules.has_mla_cache(version):
+    compressed = attention.mla is not None and attention.mla.compressed
+    if attention.mla is not None and compressed and rules.has_mla_cache(version):
         width = attention.mla.kv_lora_rank + attention.mla.rope_dim
         if kv_dtype == "fp8_ds_mla":
             size = 656
@@ -345,7 +348,9 @@ def attention_bytes(attention: Attention, kv_dtype: str, element: int, tensor: i
     heads = max(1, attention.kv_heads // tensor)
     key, value = attention.head_dim, attention.v_head_dim
     if attention.mla is not None:
-        heads, key, value = max(1, attention.heads // tensor), 256, 256
+        # Values are padded to the width of the keys; DeepSeek's once to 256.
+        width = 256 if compressed else attention.head_dim
+        heads, key, value = max(1, attention.heads // tensor), width, width
     if kv_dtype in ("fp8_per_token_head", "int8_per_token_head"):
         return heads * (key + value + 8)
     if kv_dtype == "int4_per_token_head":
@@ -421,7 +426,7 @@ def _layer_caches(
     result: list[LayerCache] = []
     for index, layer in enumerate(shape.layers):
         attention = layer.attention
-        if attention is not None and attention.caches and attention.span not in ("encoder", "cross"):
+        if attention is not None and attention.caches and attention.span != "encoder":
             kind, window = attention.span, attention.window
             dtype = "auto" if _skipped(kind, settings.kv_cache_dtype_skip_layers) else kv_dtype
             if kv_dtype.startswith("turboquant") and (index < 2 or index >= len(shape.layers) - 2):
@@ -493,7 +498,8 @@ def _draft_caches(
 def _groups(caches: list[LayerCache], version: Version, settings: Settings, engine: str) -> tuple[Group, ...]:
     """Deal layers into groups of equal page size, as the hybrid manager does."""
     kinds = {(c.kind, c.window) for c in caches}
-    if len(kinds) <= 1 or not rules.has_hybrid_groups(version, engine):
+    crossing = any(c.kind == "cross" for c in caches)  # had blocks of their own from the start
+    if len(kinds) <= 1 or not (crossing or rules.has_hybrid_groups(version, engine)):
         return (_group(caches),) if caches else ()
     largest = max(c.page for c in caches if c.kind != "state") if any(c.kind != "state" for c in caches) else 0
     unified = [_unified(c, largest) for c in caches]

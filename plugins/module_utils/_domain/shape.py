@@ -40,6 +40,7 @@ class Mla:
     nope_dim: int
     rope_dim: int
     v_dim: int
+    compressed: bool = True  # False: the engine expands it and caches full heads (MiniCPM 3)
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,17 @@ class Vision:
     gated: bool = False
     merge: int = 1
     out_hidden: int = 0
+    bridges: int = 1  # projections into the text's width
+    extra: int = 0  # parameters beside the blocks and the usual projection
+
+
+@dataclass(frozen=True)
+class Audio:
+    """The encoder of sound. ``parameters``: of its blocks, convolutions and projection."""
+
+    layers: int
+    hidden: int
+    parameters: int
 
 
 @dataclass(frozen=True)
@@ -187,9 +199,12 @@ class Shape:
     multimodal: bool = False
     vision: Optional[Vision] = None
     audio: bool = False
+    audio_encoder: Optional[Audio] = None
     mtp_layers: int = 0
     mtp_layer: Optional[Layer] = None
     per_layer_embedding: int = 0  # width of a second embedding per layer (Gemma 3n)
+    extra_per_layer: int = 0  # parameters of a layer beside attention, feed-forward part and norms
+    extra_once: int = 0  # parameters before the first layer beside the embedding
     per_layer_vocab: int = 0
     notes: tuple[str, ...] = ()  # "kv": this family's cache is not modelled, the layout is an estimate
 
@@ -212,7 +227,7 @@ class Shape:
 
     @property
     def uses_mla(self) -> bool:
-        return any(a.mla is not None for a in self.attention_layers)
+        return any(a.mla is not None and a.mla.compressed for a in self.attention_layers)
 
     @property
     def experts(self) -> int:
@@ -376,22 +391,22 @@ def _words(text: str) -> frozenset[str]:
 _TIED = _words(
     "gemma gemma2 gemma3 gemma3_text gemma3n_text gemma4_text cohere cohere2 opt gpt2 bloom mpt falcon starcoder2 bert "
     "roberta xlm-roberta gpt_bigcode recurrent_gemma t5 bart whisper lfm2 lfm2_moe mamba "
-    "smollm3 ernie4_5 ernie4_5_moe"
+    "smollm3 ernie4_5 ernie4_5_moe phi3small"
 )
 _QKV_BIAS = _words(
     "qwen qwen2 qwen2_moe qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen2_5_omni_text qwen2_audio phi opt gpt2 "
     "bloom gpt_neox gpt_bigcode codegen starcoder2 bert roberta xlm-roberta mllama_vision gpt_oss dream "
-    "mimo"
+    "mimo whisper"
 )
-_O_BIAS = _words("phi opt gpt2 bloom gpt_neox gpt_bigcode starcoder2 bert roberta xlm-roberta gpt_oss")
-_MLP_BIAS = _words("phi opt gpt2 bloom gpt_neox gpt_bigcode codegen gptj starcoder2 bert roberta xlm-roberta")
+_O_BIAS = _words("phi opt gpt2 bloom gpt_neox gpt_bigcode starcoder2 bert roberta xlm-roberta gpt_oss whisper")
+_MLP_BIAS = _words("phi opt gpt2 bloom gpt_neox gpt_bigcode codegen gptj starcoder2 bert roberta xlm-roberta whisper")
 _UNGATED = _words(
     "phi opt gpt2 bloom gpt_neox gpt_bigcode codegen gptj starcoder2 falcon mpt bert roberta xlm-roberta nemotron "
-    "nemotron_h nemotron_h_puzzle persimmon apertus arcee"
+    "nemotron_h nemotron_h_puzzle persimmon apertus arcee whisper"
 )
 _NORM_BIAS = _words(
     "phi opt gpt2 bloom gpt_neox gpt_bigcode codegen gptj starcoder2 falcon bert roberta xlm-roberta nemotron "
-    "stablelm persimmon"
+    "stablelm persimmon whisper"
 )
 _FOUR_NORMS = _words("gemma2 gemma3 gemma3_text gemma3n_text gemma4_text glm4 openpangu")
 _ONE_NORM = _words("cohere cohere2 phi gptj codegen falcon")
@@ -404,8 +419,9 @@ _QK_NORM_FULL = _words("olmo2 olmo3 olmoe minimax_m2 flex_olmo")
 _ENCODERS = ("BertModel", "BertFor", "Roberta", "XLMRoberta", "ModernBert", "NomicBert", "GteModel", "GteNewModel")
 _NO_ROPE = _words(
     "opt gpt2 bloom mpt bert roberta xlm-roberta gpt_bigcode jamba nemotron_h nemotron_h_puzzle mamba mamba2 "
-    "falcon_mamba"
+    "falcon_mamba whisper"
 )
+_NESTED_MLP = ("ffn_hidden_size", "moe_num_experts", "moe_top_k")
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "language_model_config")
 
 
@@ -448,11 +464,14 @@ def _parse(config: Mapping[str, Any]) -> Shape:
         for name in ("vocab_size", "tie_word_embeddings", "torch_dtype", "dtype", "num_nextn_predict_layers"):
             if outer.get(name) is not None and text.get(name) is None:
                 fallback[name] = outer[name]
+    part = text.get("ffn_config")
+    if isinstance(part, Mapping):  # DBRX nests what others keep at the top
+        fallback.update({key: part[key] for key in _NESTED_MLP if part.get(key) is not None})
     reader = _Reader(text, fallback, "config.json (text part)" if nested else "config.json")
-    hidden = reader.integer("hidden_size", "d_model", "n_embd", "dim", low=1, high=1 << 20)
+    hidden = reader.integer("hidden_size", "d_model", "n_embd", "n_embed", "dim", low=1, high=1 << 20)
     vocab = reader.integer("vocab_size", "padded_vocab_size", low=1, high=1 << 24)
     count = _layer_count(reader)
-    multimodal = _is_multimodal(outer)
+    multimodal = _is_multimodal(outer) or bool(_encoder_part(outer, model_type, "vision"))
     encoder_only = any(architecture.startswith(name) or name in architecture for name in _ENCODERS) or model_type in (
         "bert",
         "roberta",
@@ -462,6 +481,8 @@ def _parse(config: Mapping[str, Any]) -> Shape:
         "new",
     )
     layers = _layers(reader, model_type, hidden, count, encoder_only)
+    second = reader.integer("hidden_size_per_layer_input", default=0, high=1 << 16)
+    streams = reader.integer("altup_num_inputs", default=1, low=1, high=64)
     max_length, original = _lengths(reader, model_type)
     mtp = reader.integer("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", default=0, high=64)
     return Shape(
@@ -481,11 +502,15 @@ def _parse(config: Mapping[str, Any]) -> Shape:
         positions=_learned_positions(reader, model_type),
         encoder_only=encoder_only,
         multimodal=multimodal,
-        vision=_vision(outer),
+        vision=_vision(_encoder_part(outer, model_type, "vision"), outer),
         audio=isinstance(outer.get("audio_config"), Mapping) or isinstance(outer.get("speech_config"), Mapping),
+        audio_encoder=_audio(_encoder_part(outer, model_type, "audio"), hidden),
         mtp_layers=mtp,
         mtp_layer=layers[-1] if mtp else None,
-        per_layer_embedding=reader.integer("hidden_size_per_layer_input", default=0, high=1 << 16),
+        per_layer_embedding=second,
+        # Gemma 3n: a gate and a projection of the second embedding, a low-rank bypass, and streams of the hidden state.
+        extra_per_layer=2 * hidden * (second + reader.integer("laurel_rank", default=0, high=1 << 16)),
+        extra_once=hidden * second * count + 2 * (streams - 1) * hidden * hidden,
         notes=("kv",) if reader.raw("compress_ratios") is not None or model_type.startswith("deepseek_v4") else (),
         per_layer_vocab=reader.integer("vocab_size_per_layer_input", default=0, high=1 << 24),
     )
@@ -504,10 +529,32 @@ def _is_multimodal(outer: Mapping[str, Any]) -> bool:
     return any(outer.get(name) for name in names)
 
 
+def _encoder_part(outer: Mapping[str, Any], model_type: str, sense: str) -> Mapping[str, Any]:
+    """What the config says of the encoder of images (``vision``) or sound (``audio``); empty where there is none."""
+    names = ("vision_config",) if sense == "vision" else ("audio_config", "speech_config")
+    for name in names:
+        part = outer.get(name)
+        if isinstance(part, Mapping):
+            return part
+    if sense == "audio":
+        processor = outer.get("audio_processor")
+        part = processor.get("config") if isinstance(processor, Mapping) else None
+        return outer if model_type == "whisper" else part if isinstance(part, Mapping) else {}
+    processor = outer.get("img_processor")
+    if isinstance(processor, Mapping) and isinstance(processor.get("name"), str):  # Phi-3 Vision
+        return {"model_type": processor["name"]}
+    embedding = outer.get("embd_layer")
+    if isinstance(embedding, Mapping) and embedding.get("image_embd_layer") is not None:  # Phi-4 Multimodal
+        return {"model_type": "siglip_vision_model"}
+    return {"model_type": "clip_vision_model"} if model_type == "molmo" else {}
+
+
 def _layer_count(reader: _Reader) -> int:
     pattern = reader.raw("hybrid_override_pattern")
     if isinstance(pattern, str) and pattern and reader.raw("num_hidden_layers") is None:
         return min(len(pattern), MAX_LAYERS)
+    if reader.raw("decoder_layers") is not None:
+        return reader.integer("decoder_layers", low=1, high=MAX_LAYERS)
     return reader.integer("num_hidden_layers", "n_layer", "num_layers", "n_layers", low=1, high=MAX_LAYERS)
 
 
@@ -522,9 +569,14 @@ def _dtype(reader: _Reader, config: Mapping[str, Any]) -> str:
 
 
 def _learned_positions(reader: _Reader, model_type: str) -> int:
-    if model_type in ("opt", "gpt2", "gpt_bigcode", "bert", "roberta", "xlm-roberta"):
+    if model_type in ("opt", "gpt2", "gpt_bigcode", "bert", "roberta", "xlm-roberta", "whisper"):
         extra = 2 if model_type == "opt" else 0
-        return reader.integer("max_position_embeddings", "n_positions", default=1024, high=MAX_LENGTH) + extra
+        return (
+            reader.integer(
+                "max_position_embeddings", "n_positions", "max_target_positions", default=1024, high=MAX_LENGTH
+            )
+            + extra
+        )
     return 0
 
 
@@ -533,7 +585,9 @@ def _learned_positions(reader: _Reader, model_type: str) -> int:
 
 def _layers(reader: _Reader, model_type: str, hidden: int, count: int, encoder_only: bool) -> tuple[Layer, ...]:
     kinds = _layer_kinds(reader, model_type, count)
-    heads = reader.integer("num_attention_heads", "n_head", "num_heads", "n_heads", default=0, high=1 << 14)
+    heads = reader.integer(
+        "decoder_attention_heads", "num_attention_heads", "n_head", "num_heads", "n_heads", default=0, high=1 << 14
+    )
     shared = reader.integer("num_kv_shared_layers", default=0, high=MAX_LAYERS)
     per_layer_kv = reader.integers("num_key_value_heads_per_layer")
     blocks = reader.items("block_configs")
@@ -560,7 +614,25 @@ def _layers(reader: _Reader, model_type: str, hidden: int, count: int, encoder_o
             if shared and index >= count - shared and cache[key].attention is not None:
                 cache[key] = _without_cache(cache[key])
         layers.append(cache[key])
+    if model_type == "whisper":
+        return _with_cross_attention(reader, layers)
+    if model_type.startswith("longcat_flash"):
+        # Two attentions and two dense parts in each layer, the experts beside the first.
+        dense = _mlp(reader, model_type, hidden, False)
+        pairs = {id(one): (replace(one, mlp=dense, parallel_mlp=one.mlp), replace(one, mlp=dense)) for one in layers}
+        return tuple(half for one in layers for half in pairs[id(one)])
     return tuple(layers)
+
+
+def _with_cross_attention(reader: _Reader, layers: list[Layer]) -> tuple[Layer, ...]:
+    """Each layer of the decoder also attends to the encoder's output, whose keys and values are cached."""
+    window = reader.integer("max_source_positions", default=1500, low=1, high=MAX_LENGTH)
+    crossing = [
+        Layer(replace(layer.attention, span="cross", window=window), None, None, norms=1)
+        for layer in layers
+        if layer.attention is not None
+    ]
+    return (*layers, *crossing)
 
 
 def _without_cache(layer: Layer) -> Layer:
@@ -702,9 +774,7 @@ def _is_moe(reader: _Reader, model_type: str, index: int, kind: str) -> bool:
         return False
     if kind == "moe":
         return True
-    experts = reader.integer(
-        "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts", default=0, high=MAX_EXPERTS
-    )
+    experts = _experts(reader)
     if model_type == "nemotron_h" or experts <= 1:
         return False
     if index < reader.integer("first_k_dense_replace", "num_dense_layers", default=0, high=MAX_LAYERS):
@@ -729,7 +799,7 @@ def _is_moe(reader: _Reader, model_type: str, index: int, kind: str) -> bool:
     if isinstance(freq, int) and not isinstance(freq, bool) and freq > 1:
         return index % freq == 0
     interval = reader.integer("moe_layer_interval", default=1, high=MAX_LAYERS)
-    start = reader.integer("moe_layer_start_index", default=0, high=MAX_LAYERS)
+    start = _first_integer(reader, "moe_layer_start_index")
     if index < start:
         return False
     return interval <= 1 or (index + 1) % interval == 0
@@ -840,13 +910,15 @@ def _attention(
         raise bad(f"{reader.where}: {kv_heads} key-value heads for {heads} attention heads.")
     mla: Optional[Mla] = None
     indexer: Optional[Indexer] = None
+    expanded = model_type == "minicpm3"
     if reader.raw("kv_lora_rank") is not None and reader.integer("kv_lora_rank", high=1 << 16):
         mla = Mla(
             q_lora_rank=reader.integer("q_lora_rank", default=0, high=1 << 16),
             kv_lora_rank=reader.integer("kv_lora_rank", low=1, high=1 << 16),
             nope_dim=reader.integer("qk_nope_head_dim", default=128, high=1 << 14),
             rope_dim=reader.integer("qk_rope_head_dim", default=64, high=1 << 14),
-            v_dim=reader.integer("v_head_dim", default=128, low=1, high=1 << 14),
+            v_dim=reader.integer("v_head_dim", default=head_dim if expanded else 128, low=1, high=1 << 14),
+            compressed=not expanded,
         )
         head_dim, v_head_dim = mla.nope_dim + mla.rope_dim, mla.v_dim
     if reader.raw("index_topk") is not None and reader.raw("index_head_dim") is not None:
@@ -896,7 +968,9 @@ def _kv_heads(reader: _Reader, model_type: str, heads: int) -> int:
     if isinstance(attn_config, Mapping):
         inner = _Reader(attn_config, {}, reader.where + ": attn_config")
         return inner.integer("kv_n_heads", default=heads, low=1, high=1 << 14)
-    return reader.integer("num_key_value_heads", "n_head_kv", "num_kv_heads", default=heads, low=1, high=1 << 14)
+    return reader.integer(
+        "num_key_value_heads", "n_head_kv", "num_kv_heads", "num_attention_groups", default=heads, low=1, high=1 << 14
+    )
 
 
 def _state(reader: _Reader, model_type: str, hidden: int, heads: int, kind: str) -> State:
@@ -998,12 +1072,19 @@ def _mlp(reader: _Reader, model_type: str, hidden: int, moe: bool) -> Mlp:
         if model_type == "granitemoehybrid" and reader.raw("num_local_experts") in (None, 0):
             intermediate = reader.integer("shared_intermediate_size", default=intermediate)
         return Mlp(intermediate=intermediate, gated=gated, bias=bias)
-    experts = reader.integer(
-        "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts", low=1, high=MAX_EXPERTS
-    )
+    experts = _experts(reader)
     width = _first_integer(reader, "moe_intermediate_size", "expert_ffn_hidden_size")
+    if isinstance(reader.raw("moe_num_experts"), Sequence):
+        # Ernie VL: as many experts again for images, of a width of their own.
+        width = sum(reader.integers("moe_intermediate_size"))
     width = width or intermediate
-    shared = reader.integer("shared_expert_intermediate_size", "shared_intermediate_size", default=0)
+    shared = reader.integer(
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+        "share_expert_dim",
+        "share_expert_dims",
+        default=0,
+    )
     count = _first_integer(
         reader, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert"
     )
@@ -1034,6 +1115,12 @@ def _mlp(reader: _Reader, model_type: str, hidden: int, moe: bool) -> Mlp:
     )
 
 
+def _experts(reader: _Reader) -> int:
+    """Experts of a layer, 0 for none."""
+    count = _first_integer(reader, "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+    return _integer(count, f"{reader.where}: number of experts", 0, MAX_EXPERTS)
+
+
 def _first_integer(reader: _Reader, *names: str) -> int:
     """Like ``integer``, but accepts a list by taking its largest entry (some models say it per layer)."""
     value = reader.raw(*names)
@@ -1046,14 +1133,14 @@ def _first_integer(reader: _Reader, *names: str) -> int:
 
 
 def _intermediate(reader: _Reader, model_type: str, hidden: int) -> int:
-    value = reader.raw("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "d_ff")
+    value = reader.raw("decoder_ffn_dim", "intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "d_ff")
     if isinstance(value, Sequence) and not isinstance(value, str):
         return max(reader.integers("intermediate_size", "ffn_hidden_size"), default=0)
     if value is None:
         ratio = reader.number("expansion_ratio", default=4.0)
         return _integer(int(ratio * hidden), f"{reader.where}: intermediate_size", 0, MAX_DIMENSION)
     width = _integer(value, f"{reader.where}: intermediate_size", 0, MAX_DIMENSION)
-    if model_type == "qwen":
+    if model_type in ("qwen", "molmo"):  # both count the two halves of the gated projection
         return width // 2
     if model_type == "lfm2" and reader.flag("block_auto_adjust_ff_dim"):
         width = int(2 * width / 3)
@@ -1087,6 +1174,9 @@ def _lengths(reader: _Reader, model_type: str) -> tuple[int, int]:
     length = min(found) if found else 2048
     if not found and model_type in ("mamba", "mamba2", "falcon_mamba"):
         length = 1 << 20
+    stated = reader.raw("model_max_length")
+    if stated:  # Command R states the length it was made for here, beside a shorter one
+        length = reader.integer("model_max_length", low=1, high=MAX_LENGTH)
     original = length
     scaling = reader.mapping("rope_scaling", "rope_parameters")
     nested = [value for value in scaling.values() if isinstance(value, Mapping)]
@@ -1269,21 +1359,28 @@ def _compressed_tensors(reader: _Reader, ignored: tuple[str, ...], kv_bits: int)
     return Quantization("compressed-tensors", 16.0, 0, (), True, 16, False, ignored, kv_bits, form)
 
 
-def _vision(outer: Mapping[str, Any]) -> Optional[Vision]:
-    raw = outer.get("vision_config")
-    if not isinstance(raw, Mapping):
+def _vision(raw: Mapping[str, Any], outer: Mapping[str, Any]) -> Optional[Vision]:
+    if not raw:
         return None
-    defaults = {"siglip_vision_model": (27, 1152, 4304, 14, 896), "clip_vision_model": (24, 1024, 4096, 14, 336)}
+    # Sizes that a kind of encoder assumes when the config leaves them out.
+    defaults = {
+        "siglip_vision_model": (27, 1152, 4304, 14, 896),
+        "clip_vision_model": (24, 1024, 4096, 14, 336),
+        "pixtral": (24, 1024, 4096, 16, 1024),
+    }
     kind = raw.get("model_type")
-    layers, width, inner, patch, image = (
-        defaults.get(kind, (0, 0, 0, 14, 0)) if isinstance(kind, str) else (0, 0, 0, 14, 0)
-    )
+    kind = kind if isinstance(kind, str) else ""
+    if kind == "gemma3n_vision":  # a convolutional network of 294 million parameters that says nothing but its width
+        return Vision(0, 2048, 0, 1, 0, extra=294_000_000)
+    layers, width, inner, patch, image = defaults.get(kind, (0, 0, 0, 14, 0))
     reader = _Reader(raw, {}, "config.json: vision_config")
     try:
         layers = reader.integer(
             "num_hidden_layers", "depth", "layers", "vt_num_hidden_layers", default=layers, high=1024
         )
-        width = reader.integer("hidden_size", "embed_dim", "width", "vt_hidden_size", default=width, high=1 << 16)
+        layers += reader.integer("num_global_layers", default=0, high=1024)
+        # Qwen2-VL calls the encoder's width embed_dim and the text's hidden_size.
+        width = reader.integer("embed_dim", "hidden_size", "width", "vt_hidden_size", default=width, high=1 << 16)
         ratio = reader.number("mlp_ratio", default=4.0)
         inner = reader.integer(
             "intermediate_size", "vt_intermediate_size", default=inner or int(ratio * width), high=1 << 18
@@ -1291,21 +1388,68 @@ def _vision(outer: Mapping[str, Any]) -> Optional[Vision]:
         patch = reader.integer("patch_size", "spatial_patch_size", default=patch, low=1, high=1024)
         image = reader.integer("image_size", default=image, high=1 << 16)
         merge = reader.integer("spatial_merge_size", default=1, low=1, high=64)
+        out = reader.integer("out_hidden_size", default=0, high=1 << 20)
+        if kind == "qwen2_vl":
+            out = out or reader.integer("hidden_size", default=0, high=1 << 20)
+        tiles = reader.integer("max_num_tiles", default=0, high=1024)
+        joined = reader.integer("vision_output_dim", default=0, high=1 << 20) if tiles else 0
+        bridges = 1 + len(reader.items("deepstack_visual_indexes"))
     except FleetError:
         return None
     if not layers or not width:
         return None
-    gated = isinstance(kind, str) and kind in ("qwen2_5_vl", "pixtral", "glm4v")
-    out = reader.raw(
-        "out_hidden_size", "hidden_size" if isinstance(kind, str) and kind == "qwen2_vl" else "out_hidden_size"
-    )
+    extra = 0
+    if kind.startswith("glm4v") and out:
+        # Blocks as wide as the text; the merger is a gated layer of intermediate_size on top of a convolution.
+        inner, extra = out, out * out + 3 * out * inner - (width * merge * merge) ** 2
+    elif tiles:
+        # Llama 3.2: a position table per arrangement of tiles, and the outputs of several layers joined.
+        extra = 9 * tiles * ((image // patch) ** 2 + 1) * width + max(0, joined - width) * (_text_width(outer) or width)
     return Vision(
         layers=layers,
         hidden=width,
         intermediate=inner,
         patch=patch,
         image=image,
-        gated=gated,
+        gated=kind in ("qwen2_5_vl", "pixtral") or kind.startswith("glm4v") or reader.text("hidden_act") == "silu",
         merge=merge,
-        out_hidden=out if isinstance(out, int) and not isinstance(out, bool) and 0 < out <= 1 << 20 else 0,
+        out_hidden=out,
+        bridges=bridges,
+        extra=extra,
     )
+
+
+def _text_width(outer: Mapping[str, Any]) -> int:
+    text = outer.get("text_config")
+    return _Reader(text, {}).integer("hidden_size", default=0, high=1 << 20) if isinstance(text, Mapping) else 0
+
+
+def _audio(raw: Mapping[str, Any], hidden: int) -> Optional[Audio]:
+    """A Whisper-like encoder (transformer blocks behind two convolutions) or a conformer."""
+    if not raw:
+        return None
+    reader = _Reader(raw, {}, "config.json: audio_config")
+    try:
+        layers = reader.integer(
+            "encoder_layers",
+            "num_hidden_layers",
+            "conf_num_hidden_layers",
+            "num_layers",
+            "num_blocks",
+            default=0,
+            high=1024,
+        )
+        width = reader.integer("d_model", "hidden_size", "hidden_dim", "attention_dim", default=0, high=1 << 16)
+        inner = reader.integer("encoder_ffn_dim", "intermediate_size", "linear_units", default=4 * width, high=1 << 18)
+        mels = reader.integer("num_mel_bins", default=128, high=1 << 12)
+    except FleetError:
+        return None
+    if not layers or not width:
+        return None
+    if reader.raw("conf_num_hidden_layers", "conv_kernel_size", "conf_conv_kernel_size", "num_blocks") is not None:
+        # Two feed-forward halves, attention, and a convolution between two projections.
+        block = 2 * 2 * width * inner + 4 * width * width + 3 * width * width
+    else:
+        block = 4 * width * width + 2 * width * inner
+    stem = 3 * width * (mels + width) + 1500 * width
+    return Audio(layers, width, layers * block + stem + width * hidden)

@@ -215,6 +215,9 @@ class _Case:
         if self.rank == 0 and shape.per_layer_embedding:
             vocab = shape.per_layer_vocab or shape.vocab
             total.add("embed", vocab // self.tp * shape.per_layer_embedding * len(shape.layers) * width)
+        if self.rank == 0:
+            total.add("embed", shape.extra_once * width)
+        total.add("layers", shape.extra_per_layer * (self.span[1] - self.span[0]) * width)
         if self.has_head:
             total.tensor("lm_head", self.padded_vocab // self.tp * shape.hidden * width)
         if shape.final_norm and (self.rank == self.pp - 1 or shape.model_type in _NORM_EVERYWHERE):
@@ -287,7 +290,8 @@ class _Case:
             total.add("norm", mla.kv_lora_rank * element)
             self._linear(total, "attention", mla.kv_lora_rank, heads * (mla.nope_dim + mla.v_dim))
             self._linear(total, "attention", heads * mla.v_dim, hidden)
-            total.add("absorbed", mla.kv_lora_rank * heads * (mla.nope_dim + mla.v_dim) * element)
+            if mla.compressed:
+                total.add("absorbed", mla.kv_lora_rank * heads * (mla.nope_dim + mla.v_dim) * element)
             if a.indexer is not None:
                 self._linear(total, "attention", mla.q_lora_rank or hidden, a.indexer.heads * a.indexer.dim)
                 self._linear(total, "attention", hidden, a.indexer.dim)
@@ -404,8 +408,12 @@ class _Case:
             self._linear(total, "state", inner, hidden)
 
     def _vision(self, total: _Sum) -> None:
-        vision = self.shape.vision
-        if vision is None or self.rank:
+        audio, vision = self.shape.audio_encoder, self.shape.vision
+        if self.rank:
+            return
+        if audio is not None:
+            total.add("audio", audio.parameters // self.tp * self.element)
+        if vision is None:
             return
         up = 3 if vision.gated else 2
         block = 4 * vision.hidden * vision.hidden + up * vision.hidden * vision.intermediate + 10 * vision.hidden
@@ -413,7 +421,8 @@ class _Case:
         stem = vision.hidden * (vision.channels * vision.patch * vision.patch + patches)
         merged = vision.hidden * vision.merge * vision.merge
         bridge = merged * merged + merged * self.shape.hidden if vision.merge > 1 else vision.hidden * self.shape.hidden
-        total.add("vision", ((vision.layers * block + bridge) // self.tp + stem) * self.element)
+        split = vision.layers * block + vision.bridges * bridge + vision.extra
+        total.add("vision", max(0, split // self.tp + stem) * self.element)
 
     def _draft(self, total: _Sum) -> None:
         if not self.speculative.endswith("mtp") or self.shape.mtp_layer is None or self.rank != self.pp - 1:
