@@ -18,6 +18,13 @@ options:
     type: list
     elements: path
     default: [/opt/vllm, /var/lib/vllm, /var/cache/vllm]
+  packages:
+    description:
+      - Names of OS packages to list, with wildcards as in V(nvidia*). Without any, no package manager is asked.
+      - No repository is contacted.
+    type: list
+    elements: str
+    default: []
 attributes:
   check_mode:
     description: Runs in check mode and reads the same.
@@ -121,9 +128,21 @@ ansible_facts:
           type: list
           elements: dict
         engines:
-          description: vLLM releases under /opt/vllm and whether each is complete.
+          description:
+            - vLLM releases under /opt/vllm and whether each is complete, with the version of its interpreter and of the
+              wheels that it stands on.
           type: list
           elements: dict
+        kernels:
+          description: Installed kernels that the machine can boot.
+          type: list
+          elements: str
+        packages:
+          description:
+            - Installed packages of O(packages) with C(version), C(held) and C(candidate), the version that the
+              lists on the host offer (null with dnf). Null when no package manager told.
+          type: dict
+          sample: {"nvidia-smi": {"version": "550.163.01-2", "held": false, "candidate": "550.163.01-2"}}
         proxies:
           description: Proxies of the environment, without user names and passwords.
           type: dict
@@ -145,6 +164,7 @@ from ansible_collections.gpufleet.inference.plugins.module_utils._module import 
 
 SPEC = {
     "paths": {"type": "list", "elements": "path", "default": ["/opt/vllm", "/var/lib/vllm", "/var/cache/vllm"]},
+    "packages": {"type": "list", "elements": "str", "default": []},
 }
 
 
@@ -155,7 +175,14 @@ def read(fleet: FleetModule) -> dict[str, object]:
         name = pwd.getpwuid(uid).pw_name
     except KeyError:
         name = str(uid)
-    facts = host.gather(Root(), fleet.runner, fleet.params["paths"], os.environ, user=(name, uid))
+    facts = host.gather(
+        Root(),
+        fleet.runner,
+        fleet.params["paths"],
+        os.environ,
+        user=(name, uid),
+        package_patterns=fleet.params["packages"],
+    )
     return {"changed": False, "ansible_facts": {"gpufleet_host": facts}}
 
 

@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from typing import Any, Mapping, Optional, Sequence
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.findings import Finding
-from ansible_collections.gpufleet.inference.plugins.module_utils._host import children, procfs
+from ansible_collections.gpufleet.inference.plugins.module_utils._host import children, package_versions, procfs
 from ansible_collections.gpufleet.inference.plugins.module_utils._host.root import Root
 from ansible_collections.gpufleet.inference.plugins.module_utils._host.runner import Runner
 
@@ -25,6 +26,8 @@ _PSEUDO = re.compile(
 )
 _CONTAINER = re.compile(r"/(docker|libpod|crio|cri-containerd|nerdctl|lxc)[-/:]([0-9a-z-]+)")
 _POD = re.compile(r"/(kube)pods[^/]*/.*?([0-9a-f]{12,})")
+# What a release of vLLM stands on and what breaks it most often.
+_WHEELS = re.compile(r"^(vllm|torch|transformers|numpy|nvidia-nccl-cu\d+)$")
 _PROXIES = ("http_proxy", "https_proxy", "no_proxy")
 _CREDENTIALS = re.compile(r"//[^/@\s]*@")
 
@@ -36,8 +39,12 @@ def gather(
     environment: Mapping[str, str],
     *,
     user: tuple[str, int],
+    package_patterns: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Facts in the schema of host_facts. ``user`` is (name, uid) of who reads."""
+    """Facts in the schema of host_facts. ``user`` is (name, uid) of who reads.
+
+    ``package_patterns`` names the OS packages to list, with wildcards.
+    """
     release = _key_values(root.read_text("/etc/os-release") or root.read_text("/usr/lib/os-release") or "")
     system = os.uname()
     mounts = _mounts(root)
@@ -70,6 +77,8 @@ def gather(
         "ports": _ports(root, [pid for pid, _name in processes], prefix),
         "vllm_units": _vllm_units(root, processes, prefix),
         "containers_with_gpu": _containers(root, processes),
+        "kernels": _kernels(root),
+        "packages": package_versions.versions(root, runner, package_patterns),
         "engines": _engines(root),
         "proxies": _proxies(root, environment),
         "unavailable": {f"disk.{path}": reason for path, reason in silent.items()},
@@ -307,7 +316,39 @@ def _containers(root: Root, processes: Sequence[tuple[int, str]]) -> list[dict[s
 
 def _engines(root: Root) -> list[dict[str, Any]]:
     names = [name for name in root.listdir(ENGINES) if root.exists(f"{ENGINES}/{name}/bin") or _complete(root, name)]
-    return [{"version": name, "complete": _complete(root, name)} for name in names]
+    return [{"version": name, "complete": _complete(root, name), **_wheels(root, name)} for name in names]
+
+
+def _wheels(root: Root, name: str) -> dict[str, Any]:
+    """The interpreter's version and the wheels that a release stands on, from its manifest; empty without one."""
+    try:
+        manifest = json.loads(root.read_text(f"{ENGINES}/{name}/{MANIFEST}") or "")
+        installed = {str(key).lower().replace("_", "-"): str(version) for key, version in manifest["wheels"].items()}
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return {"python": None, "wheels": {}}
+    return {
+        "python": _python_of(root, f"{ENGINES}/{name}"),
+        "wheels": {key: version for key, version in sorted(installed.items()) if _WHEELS.match(key)},
+    }
+
+
+def _python_of(root: Root, folder: str) -> Optional[str]:
+    """The version that the environment was made with, as its pyvenv.cfg says."""
+    for line in (root.read_text(f"{folder}/pyvenv.cfg") or "").splitlines():
+        key, _separator, value = line.partition("=")
+        if key.strip() in ("version", "version_info"):
+            return value.strip()
+    return None
+
+
+def _kernels(root: Root) -> list[str]:
+    """Kernels that the machine can boot: those with modules and an image."""
+    return [
+        name
+        for name in root.listdir("/lib/modules")
+        if root.exists(f"/lib/modules/{name}/modules.dep")
+        and (root.exists(f"/boot/vmlinuz-{name}") or root.exists(f"/lib/modules/{name}/vmlinuz"))
+    ]
 
 
 def _complete(root: Root, name: str) -> bool:

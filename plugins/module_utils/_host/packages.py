@@ -8,19 +8,13 @@ from typing import List, Sequence
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
 from ansible_collections.gpufleet.inference.plugins.module_utils._host.jobs import Jobs
+from ansible_collections.gpufleet.inference.plugins.module_utils._host.package_versions import family
 from ansible_collections.gpufleet.inference.plugins.module_utils._host.root import Root
 from ansible_collections.gpufleet.inference.plugins.module_utils._host.runner import Runner
 
 _APT = "export DEBIAN_FRONTEND=noninteractive; set -e; apt-get -q update; " + (
     'apt-get -q -y -o DPkg::Lock::Timeout=120 --no-install-recommends install "$@"'
 )
-
-
-def family(root: Root) -> str:
-    """`debian` or `redhat`, by the package manager that is there; "" when there is none of the two."""
-    if root.exists("/usr/bin/apt-get"):
-        return "debian"
-    return "redhat" if root.exists("/usr/bin/dnf") else ""
 
 
 def missing(root: Root, runner: Runner, names: Sequence[str]) -> List[str]:

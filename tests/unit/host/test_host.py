@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import time
 
@@ -124,9 +125,67 @@ def test_a_process_of_the_host_that_holds_a_gpu_is_no_container(fake):
 def test_only_engines_with_their_manifest_are_complete(fake):
     fake.file("/opt/vllm/0.32.0/.gpufleet.json", "{}").file("/opt/vllm/0.33.0/bin/python").file("/opt/vllm/notes")
     assert gather(fake)["engines"] == [
-        {"version": "0.32.0", "complete": True},
-        {"version": "0.33.0", "complete": False},
+        {"version": "0.32.0", "complete": True, "python": None, "wheels": {}},
+        {"version": "0.33.0", "complete": False, "python": None, "wheels": {}},
     ]
+
+
+def test_an_engine_tells_its_interpreter_and_the_wheels_it_stands_on(fake):
+    wheels = {"vllm": "0.32.0", "torch": "2.13.0", "nvidia_nccl_cu13": "2.28.9", "Transformers": "5.16.1", "pip": "24"}
+    fake.file("/opt/vllm/0.32.0/.gpufleet.json", json.dumps({"version": "0.32.0", "wheels": wheels}))
+    fake.file("/opt/vllm/0.32.0/pyvenv.cfg", "home = /usr/bin\nversion_info = 3.12.4\n")
+    (engine,) = gather(fake)["engines"]
+    assert engine["python"] == "3.12.4"
+    kept = {"vllm": "0.32.0", "torch": "2.13.0", "nvidia-nccl-cu13": "2.28.9", "transformers": "5.16.1"}
+    assert engine["wheels"] == kept
+
+
+def test_kernels_are_those_that_can_be_booted(fake):
+    for kernel in ("6.1.0-40-amd64", "6.1.0-41-amd64", "5.10.0-left-over"):
+        fake.file(f"/lib/modules/{kernel}/modules.dep")
+    fake.file("/boot/vmlinuz-6.1.0-40-amd64").file("/lib/modules/6.1.0-41-amd64/vmlinuz")
+    assert gather(fake)["kernels"] == ["6.1.0-40-amd64", "6.1.0-41-amd64"]
+
+
+def test_packages_are_listed_with_hold_and_candidate_in_two_commands(fake):
+    fake.file("/usr/bin/apt-get")
+    said = (
+        "hold\tinstalled\tnvidia-smi\t550.163.01-2\n"
+        "install\tinstalled\tlibcuda1\t550.163.01-2\n"
+        "deinstall\tconfig-files\tnvidia-kernel-dkms\t535.1-1\n"
+    )
+    policy = "nvidia-smi:\n  Installed: 550.163.01-2\n  Candidate: 550.163.02-1\nlibcuda1:\n  Candidate: (none)\n"
+    runner = ScriptedRunner({**SYSTEMD, ("dpkg-query",): (1, said, "no match"), ("apt-cache", "policy"): policy})
+    facts = host_reader.gather(fake.root, runner, [], {}, user=("root", 0), package_patterns=["*nvidia*", "libcuda1"])
+    assert facts["packages"] == {
+        "nvidia-smi": {"version": "550.163.01-2", "held": True, "candidate": "550.163.02-1"},
+        "libcuda1": {"version": "550.163.01-2", "held": False, "candidate": None},
+    }
+    assert [argv[0] for argv, _given in runner.calls if argv[0].startswith(("dpkg", "apt"))] == [
+        "dpkg-query",
+        "apt-cache",
+    ]
+
+
+def test_versions_that_dnf_keeps_are_held(fake):
+    fake.file("/usr/bin/dnf").file(
+        "/etc/dnf/plugins/versionlock.list", "# by hand\nnvidia-driver-3:580.95.05-1.el9.*\n"
+    )
+    fake.file("/etc/dnf/versionlock.toml", '[[packages]]\nname = "nvidia-persistenced"\n')
+    said = (
+        "nvidia-driver\t580.95.05-1.el9\nnvidia-persistenced\t580.95.05-1.el9\nkmod-nvidia-open-dkms\t580.95.05-1.el9\n"
+    )
+    runner = ScriptedRunner({**SYSTEMD, ("rpm", "--query", "--all"): said})
+    facts = host_reader.gather(fake.root, runner, [], {}, user=("root", 0), package_patterns=["*nvidia*"])
+    held = {name: item["held"] for name, item in facts["packages"].items()}
+    assert held == {"nvidia-driver": True, "nvidia-persistenced": True, "kmod-nvidia-open-dkms": False}
+
+
+def test_no_package_manager_is_asked_without_a_name_and_none_is_no_answer(fake):
+    runner = ScriptedRunner(SYSTEMD)
+    assert gather(fake, runner)["packages"] == {}
+    facts = host_reader.gather(fake.root, runner, [], {}, user=("root", 0), package_patterns=["*nvidia*"])
+    assert facts["packages"] is None
 
 
 def test_proxies_come_without_their_password(fake):
