@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Mapping
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.findings import Finding
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.units import gib
@@ -14,7 +14,7 @@ _MPS = ("nvidia-cuda-mps", "nvidia-persiste")
 
 def gpu_findings(gpu: dict[str, Any]) -> list[Finding]:
     """The findings of facts in the schema of gpu_facts (without their own ``findings``), worst first."""
-    found = [*_hardware(gpu), *_driver(gpu), *_devices(gpu), *_fabric(gpu), *_processes(gpu)]
+    found = [*_hardware(gpu), *driver_findings(gpu), *_devices(gpu), *_fabric(gpu), *_processes(gpu)]
     order = {"error": 0, "warning": 1, "info": 2}
     return sorted(found, key=lambda finding: order[finding.severity])
 
@@ -50,7 +50,8 @@ def _hardware(gpu: dict[str, Any]) -> list[Finding]:
     return found
 
 
-def _driver(gpu: dict[str, Any]) -> list[Finding]:
+def driver_findings(gpu: Mapping[str, Any]) -> list[Finding]:
+    """What differs between the running module, the module on disk and the libraries, and what would help."""
     driver = gpu["driver"]
     running, installed, userland = driver["running"], driver["installed"], driver["userland"]
     nvml = gpu["unavailable"].get("nvml", "")
@@ -65,11 +66,7 @@ def _driver(gpu: dict[str, Any]) -> list[Finding]:
             found.append(Finding("driver_missing", "warning", "driver", text, "Install a driver."))
     elif running and (nvml.endswith("(NVML 18)") or _differ(userland, running)):
         text = f"The kernel runs driver {running}, the user-space library is {userland or 'of another version'}."
-        remedy = "Stop the GPU's users and reload the driver, or reboot."
-        if installed and installed == running:
-            remedy = (
-                f"Bring the libraries to {running}: a reload would not help, the module on disk is {installed} too."
-            )
+        remedy = _what_helps(running, installed, userland)
         found.append(Finding("driver_library_mismatch", "error", "driver", text, remedy))
     elif running and nvml:
         remedy = "Look in the kernel log for lines with NVRM or Xid."
@@ -80,6 +77,20 @@ def _driver(gpu: dict[str, Any]) -> list[Finding]:
         text = f"Driver {installed} is installed for the running kernel, {running} is loaded."
         found.append(Finding("driver_reload_due", "info", "driver", text, "Reload the driver or reboot when it suits."))
     return found
+
+
+def _what_helps(running: str, installed: Any, userland: Any) -> str:
+    """Loading the module on disk helps only where that one is of the libraries' version."""
+    if not installed:
+        return "Build the module for the running kernel first: none is on disk, so a reload or reboot would not help."
+    if installed == running:
+        return f"Bring the libraries to {running}: a reload would not help, the module on disk is {installed} too."
+    if _differ(userland, installed):
+        return (
+            f"Neither a reload nor a reboot would help: the module on disk is {installed}. Bring module and libraries "
+            "to one version, from one repository."
+        )
+    return "Stop the GPU's users and reload the driver, or reboot."
 
 
 def _differ(userland: Any, running: str) -> bool:
