@@ -15,7 +15,8 @@ short_description: Which instances can be planned with the models that are on a 
 version_added: 0.1.0
 author: The gpufleet.inference authors (@gpufleet)
 description:
-  - Leaves out the instances whose model is still to be fetched. A model that should be on the host at its path and is
+  - Leaves out the instances whose model is still to be fetched and was not told of by its hub (an archive, or a hub
+    that gives no answer now). A model that should be on the host at its path and is
     not, or is broken, stays in, so that the plan refuses it.
 options:
   _input:
@@ -49,7 +50,7 @@ _value:
 
 
 def plannable(instances: Any, models: Any, facts: Any) -> Any:
-    """Instances without those whose model is still to be fetched."""
+    """Instances without those whose model is still to be fetched and not known."""
     given, sources, read = to_native(instances or []), to_native(models or {}), to_native(facts or {})
     if not isinstance(given, list) or not isinstance(sources, dict):
         return given

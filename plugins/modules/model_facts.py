@@ -13,6 +13,7 @@ author:
   - The gpufleet.inference authors (@gpufleet)
 description:
   - Reads C(config.json) and the headers of the weights of all models of a host in one call. Tensors are never read.
+  - A model that is still to be fetched from a hub is read there, its configuration and the headers of its weights only.
   - What is missing or broken is a finding of that model, never a failure, so that one bad model hides no other.
 attributes:
   check_mode:
@@ -26,6 +27,19 @@ options:
     description: Model names to the folders they lie in on the host.
     type: dict
     required: true
+  sources:
+    description:
+      - Model names to their sources, as in C(vllm_models_list). Models with a C(repo) whose folder is not on the host
+        yet are read from the hub.
+    type: dict
+    default: {}
+  endpoint:
+    description: Address of the hub for sources that name none.
+    type: str
+    default: ''
+  token_file:
+    description: File on the host with the hub token for sources that name none. It is read there and never shown.
+    type: path
   user:
     description: The user that must be able to read all files. When it does not exist yet, all users must be.
     type: str
@@ -88,7 +102,8 @@ findings:
 from typing import Any
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
-from ansible_collections.gpufleet.inference.plugins.module_utils._host import model_reader, model_store
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.findings import Finding
+from ansible_collections.gpufleet.inference.plugins.module_utils._host import model_preview, model_reader, model_store
 from ansible_collections.gpufleet.inference.plugins.module_utils._host.root import Root
 from ansible_collections.gpufleet.inference.plugins.module_utils._module import FleetModule
 
@@ -103,6 +118,18 @@ def converge(fleet: FleetModule) -> dict[str, Any]:
             )
         paths[str(name)] = path
     models = model_reader.read_models(Root(), paths, model_store.reader(fleet.params["user"]))
+    params, root = fleet.params, Root()
+    sources = {name: entry for name, entry in params["sources"].items() if (entry or {}).get("repo")}
+    store = model_store.Store(root, "/", model_store.reader(params["user"]))
+    for source in model_store.parse(sources, endpoint=params["endpoint"], token_file=params["token_file"] or ""):
+        path = paths.get(source.name, "")
+        if not path or root.exists(path):
+            continue
+        try:
+            models[source.name] = model_preview.preview(store, source, path)
+        except FleetError as error:  # the fetch says so when it comes to that; until then nothing is known
+            unknown = Finding("model_unknown", "warning", source.name, error.message, error.hint)
+            models[source.name]["findings"].append(unknown.to_dict())
     findings = [finding for facts in models.values() for finding in facts["findings"]]
     return {"changed": False, "models": models, "findings": findings}
 
@@ -112,6 +139,9 @@ def main() -> None:
     FleetModule(
         argument_spec={
             "models": {"type": "dict", "required": True},
+            "sources": {"type": "dict", "default": {}},
+            "endpoint": {"type": "str", "default": ""},
+            "token_file": {"type": "path", "no_log": False},
             "user": {"type": "str", "default": "vllm"},
         },
         supports_check_mode=True,

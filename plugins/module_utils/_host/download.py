@@ -66,11 +66,11 @@ def request(url: str, headers: Optional[Mapping[str, str]] = None) -> urllib.req
     return made
 
 
-def get(url: str, headers: Optional[Mapping[str, str]] = None, opener: Opener = open_url) -> bytes:
-    """The content of a small address. FleetError `download_failed`."""
+def get(url: str, headers: Optional[Mapping[str, str]] = None, opener: Opener = open_url, limit: int = -1) -> bytes:
+    """The content of a small address, or its first ``limit`` bytes. FleetError `download_failed`."""
     try:
         with opener(request(url, headers), TIMEOUT_S) as answer:
-            data: bytes = answer.read()
+            data: bytes = answer.read(limit)
             return data
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise _failed(url, error) from None

@@ -139,7 +139,7 @@ class Store:
         self._root = root
         self._folder = folder
         self._user = user
-        self._open = opener
+        self.opener = opener
 
     def path(self, source: Source) -> str:
         """Where a model lies."""
@@ -233,7 +233,7 @@ class Store:
             )
         if source.archive:
             return Step(source, path, fetch=True, size=2 * self._length(source.archive))
-        commit, files = self._list(source)
+        commit, files = self.listing(source)
         done = self._root.path(self._partial(source))
         left = sum(file.size for file in files if not os.path.exists(os.path.join(done, file.name)))
         return Step(source, path, fetch=True, commit=commit, files=files, size=left)
@@ -260,12 +260,13 @@ class Store:
         head = download.request(url)
         head.get_method = lambda: "HEAD"  # type: ignore[method-assign]
         try:
-            with self._open(head, download.TIMEOUT_S) as answer:
+            with self.opener(head, download.TIMEOUT_S) as answer:
                 return int(answer.headers.get("Content-Length") or 0)
         except (OSError, ValueError):
             return 0
 
-    def _headers(self, source: Source) -> Dict[str, str]:
+    def headers(self, source: Source) -> Dict[str, str]:
+        """What the source's hub wants to see. FleetError `no_token`."""
         if not source.token_file:
             return {}
         text = self._root.read_text(source.token_file)
@@ -277,13 +278,13 @@ class Store:
             )
         return {"Authorization": f"Bearer {str(text).strip()}"}
 
-    def _list(self, source: Source) -> Tuple[str, Tuple[File, ...]]:
+    def listing(self, source: Source) -> Tuple[str, Tuple[File, ...]]:
         """(commit, files) of a hub repository at a revision."""
         where = urllib.parse.quote(source.repo)
         revision = urllib.parse.quote(source.revision, safe="")
         url = f"{source.endpoint.rstrip('/')}/api/models/{where}/revision/{revision}?blobs=true"
         try:
-            answer = json.loads(download.get(url, self._headers(source), self._open))
+            answer = json.loads(download.get(url, self.headers(source), self.opener))
             files = tuple(
                 File(entry["rfilename"], int(entry.get("size") or 0), (entry.get("lfs") or {}).get("sha256") or "")
                 for entry in answer["siblings"]
@@ -311,7 +312,7 @@ class Store:
         return commit, chosen
 
     def _fetch_files(self, step: Step, files: Sequence[File]) -> None:
-        headers = self._headers(step.source)
+        headers = self.headers(step.source)
         base = f"{step.source.endpoint.rstrip('/')}/{urllib.parse.quote(step.source.repo)}/resolve/{step.commit}"
         for file in files:
             target = os.path.join(self._root.path(self._partial(step.source)), file.name)
@@ -320,12 +321,12 @@ class Store:
             os.makedirs(os.path.dirname(target), mode=0o755, exist_ok=True)
             url = f"{base}/{urllib.parse.quote(file.name)}"
             size = file.size or None
-            download.fetch(url, target, sha256=file.sha256, size=size, headers=headers, opener=self._open)
+            download.fetch(url, target, sha256=file.sha256, size=size, headers=headers, opener=self.opener)
 
     def _fetch_archive(self, step: Step) -> None:
         archive = self._root.path(f"{self._folder}/.{step.source.name}.tar")
         if not os.path.exists(archive) or download.sha256_of(archive) != step.source.sha256.lower():
-            download.fetch(step.source.archive, archive, sha256=step.source.sha256, opener=self._open)
+            download.fetch(step.source.archive, archive, sha256=step.source.sha256, opener=self.opener)
         partial = self._root.path(self._partial(step.source))
         shutil.rmtree(partial, ignore_errors=True)
         unpack(archive, partial)
