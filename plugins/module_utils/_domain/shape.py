@@ -1253,12 +1253,12 @@ def _quantization(config: Mapping[str, Any], text: Mapping[str, Any]) -> Quantiz
     nested = reader.mapping("quantization")
     if nested and not algorithm:
         algorithm = _Reader(nested, {}, reader.where).text("quant_algo").upper()
-    ignored = tuple(
-        str(item)[:200]
-        for item in reader.items("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", high=1 << 16)
-        if isinstance(item, str)
-    )
+    ignored = _left_alone(reader)
+    inner = _Reader(nested, {}, reader.where)
+    ignored = ignored or _left_alone(inner)
     kv_bits = _kv_bits(reader.raw("kv_cache_scheme"), reader.raw("kv_cache_quant_algo"))
+    if kv_bits == 16:
+        kv_bits = _kv_bits(None, inner.raw("kv_cache_quant_algo"))
     if algorithm or method in ("modelopt", "modelopt-fp4", "modelopt-mixed"):
         if "FP4" in algorithm or method == "modelopt-fp4":
             return Quantization("nvfp4", 4.0, 16, (), True, 4, True, ignored, kv_bits, algorithm)
@@ -1304,6 +1304,18 @@ def _quantization(config: Mapping[str, Any], text: Mapping[str, Any]) -> Quantiz
     if isinstance(bits_raw, (int, float)) and not isinstance(bits_raw, bool) and 1 <= bits_raw <= 16:
         bits_value = float(bits_raw)
     return Quantization(method or "unknown", bits_value, 128, (), True, 16, False, ignored, kv_bits, method)
+
+
+def _left_alone(reader: _Reader) -> tuple[str, ...]:
+    """Names or patterns of modules that stay as they are, in the words of each method."""
+    names = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "llm_int8_skip_modules")
+    found = [item for item in reader.items(*names, high=1 << 16) if isinstance(item, str)]
+    for name, change in reader.mapping("extra_config").items():  # AutoRound: other bits for some modules
+        bits = change.get("bits") if isinstance(change, Mapping) else None
+        if isinstance(bits, int) and bits >= 16:
+            found.append(name)
+    found.extend(name[2:] for name in reader.mapping("dynamic") if name.startswith("-:"))  # GPTQModel: left out
+    return tuple(item[:200] for item in found[: 1 << 16])
 
 
 def _kv_bits(scheme: Any, algorithm: Any) -> int:

@@ -12,8 +12,9 @@ config alone the parameters are derived layer by layer and the result is marked 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain import release_rules as rules
@@ -45,6 +46,21 @@ _ROUTER_CORRECTION = (
 )
 # Families that keep the final norm on every rank.
 _NORM_EVERYWHERE = ("gpt_oss", "gemma3", "gemma3_text")
+# Methods whose bytes per weight are known; others' are taken from the bits they state, or 8, with a wide band.
+_SIZED = ("fp8", "modelopt-fp8", "modelopt", "experts-int8", "int8", "mxfp8", "nvfp4", "mxfp4", "bitsandbytes", "gguf")
+_SIZED += ("compressed-tensors", "gptq", "awq")
+# What names a kind of linear in a list of modules that stay unquantised.
+_KINDS = {
+    "attention": ("self_attn", "self_attention"),
+    "state": ("linear_attn", "mamba", "mixer", "conv"),
+    "shared": ("shared_expert",),
+    "experts": ("experts.*", ".experts"),
+    "mlp": (".mlp.*",),
+}
+# Small parts that are never quantised, so that their names say nothing of the layer; and other towers.
+_SMALL = ("conv1d", "in_proj_ba", "in_proj_a", "in_proj_b", "gate", "router", "norm")
+_TOWERS = ("vision", "visual", "audio", "encoder", "mtp")
+_IN_LAYER = re.compile(r"layers\\?\.(\d{1,4})(?=[.*\\$]|$)(.{0,160})")
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -100,7 +116,7 @@ def _scheme(checkpoint: Quantization, wanted: str) -> Quantization:
     if checkpoint.method or not wanted or wanted in ("none", "auto"):
         return checkpoint
     name = wanted.lower().replace("_", "-")
-    if name in ("fp8", "fbgemm-fp8", "ptpc-fp8"):
+    if name.startswith("fp8") or name in ("fbgemm-fp8", "ptpc-fp8"):
         return Quantization("fp8", 8.0, -1, activation_bits=8)
     if name == "bitsandbytes":
         return Quantization("bitsandbytes", 4.0, 64)
@@ -118,6 +134,29 @@ def allocator_slack(size: int) -> int:
         return 0
     rest = -size % (2 * MIB)
     return rest if rest <= MIB else 0
+
+
+def left_alone(ignored: Sequence[str]) -> tuple[frozenset[str], dict[int, frozenset[str]]]:
+    """Kinds of linears that a checkpoint's list leaves unquantised: in every layer, and in single ones."""
+    everywhere: set[str] = set()
+    single: dict[int, set[str]] = {}
+    for item in ignored:
+        if item.rstrip("*.$").endswith(_SMALL) or any(word in item for word in _TOWERS):
+            continue
+        place = _IN_LAYER.search(item)
+        rest = place.group(2) if place is not None else item
+        kinds = {kind for kind, words in _KINDS.items() if any(word in rest for word in words)}
+        if place is None:
+            everywhere |= kinds
+            continue
+        if rest in ("", "*", ".*", "$"):
+            kinds = set(_KINDS)
+        elif rest.startswith(".mlp") and "expert" not in rest:
+            kinds.add("mlp")
+        elif rest.startswith((".mixer.q_", ".mixer.k_", ".mixer.v_", ".mixer.o_")):  # Nemotron H
+            kinds = {"attention"}
+        single.setdefault(int(place.group(1)), set()).update(kinds)
+    return frozenset(everywhere), {index: frozenset(kinds) for index, kinds in single.items()}
 
 
 def linear_bytes(scheme: Quantization, inputs: int, outputs: int, element: int, parts: int = 1) -> int:
@@ -184,6 +223,7 @@ class _Case:
     capability: tuple[int, int]
     expert_parallel: bool
     speculative: str
+    skip: frozenset[str] = frozenset()  # kinds of linears that the checkpoint left unquantised in this layer
 
     @property
     def has_embedding(self) -> bool:
@@ -223,19 +263,21 @@ class _Case:
         if shape.final_norm and (self.rank == self.pp - 1 or shape.model_type in _NORM_EVERYWHERE):
             total.add("norm", shape.hidden * width * (2 if shape.norm_bias else 1))
         largest = 0
-        sizes: dict[int, dict[str, int]] = {}
-        for layer in shape.layers[self.span[0] : self.span[1]]:
-            if id(layer) not in sizes:
+        sizes: dict[tuple[int, frozenset[str]], dict[str, int]] = {}
+        everywhere, single = left_alone(self.scheme.ignored)
+        for index in range(*self.span):
+            layer, skip = shape.layers[index], everywhere | single.get(index, frozenset())
+            if (id(layer), skip) not in sizes:
                 part = _Sum()
-                self._layer(layer, part)
-                sizes[id(layer)] = part.parts
+                replace(self, skip=skip)._layer(layer, part)
+                sizes[id(layer), skip] = part.parts
                 largest = max(largest, part.total)
-            for name, size in sizes[id(layer)].items():
+            for name, size in sizes[id(layer), skip].items():
                 total.add(name, size)
         self._vision(total)
         self._draft(total)
         total.add("rope", rope_bytes(shape, self.element))
-        error = 0.002 if not self.scheme.method else 0.015
+        error = 0.002 if not self.scheme.method else 0.015 if self.scheme.method in _SIZED else 0.3
         if shape.multimodal or shape.notes or shape.per_layer_embedding:
             error += 0.03
         size = total.total
@@ -265,14 +307,7 @@ class _Case:
             return True
         if name in ("router", "indexer"):
             return True
-        words = {
-            "attention": ("self_attn", "self_attention"),
-            "state": ("linear_attn", "mamba", "mixer", "conv"),
-            "shared": ("shared_expert",),
-            "experts": ("experts.*", ".experts"),
-            "mlp": (".mlp.*",),
-        }.get(name, ())
-        return any(word in item for item in self.scheme.ignored for word in words if "layers.0." not in item[:20])
+        return name in self.skip or (self.scheme.method == "experts-int8" and name != "experts")
 
     def _attention(self, a: Attention, total: _Sum) -> None:
         hidden, element = self.shape.hidden, self.element

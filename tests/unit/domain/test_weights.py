@@ -166,3 +166,62 @@ def test_expert_parallel_ranks_hold_whole_experts_of_the_same_bytes() -> None:
         weights.rank_weights(shape, None, 4, expert_parallel=True).parts["experts"]
         == (weights.rank_weights(shape, None, 4).parts["experts"])
     )
+
+
+def _served(name: str, ignored: list[str], method: str = "fp8") -> dict[str, int]:
+    quantization = {"quant_method": method, "modules_to_not_convert": ignored}
+    return dict(weights.rank_weights(parse_shape({**CONFIGS[name], "quantization_config": quantization}), None).parts)
+
+
+def test_a_layer_that_stays_unquantised_costs_only_itself() -> None:
+    whole, three = _served("llama-3-8b", []), _served("llama-3-8b", [f"model.layers.{i}.self_attn" for i in range(3)])
+    assert three["mlp"] == whole["mlp"]
+    assert three["attention"] - whole["attention"] == pytest.approx(3 / 32 * whole["attention"], rel=0.001)
+    one = _served("llama-3-8b", ["model.layers.31"])
+    assert one["mlp"] - whole["mlp"] == pytest.approx(whole["mlp"] / 32, rel=0.001)
+    every = _served("llama-3-8b", ["re:.*self_attn.*"])
+    assert every["attention"] == pytest.approx(2 * whole["attention"], rel=0.001)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.{}.mlp.gate",
+        "model.layers.{}.mlp.shared_expert_gate",
+        "model.layers.{}.linear_attn.conv1d",
+        "model.layers.{}.linear_attn.in_proj_ba",
+        "visual.layers.{}.self_attn.q_proj",
+        "vision_tower.encoder.layers.{}.mlp.fc1",
+    ],
+)
+def test_small_parts_and_other_towers_leave_the_layers_quantised(name: str) -> None:
+    listed = [name.format(index) for index in range(48)]
+    assert _served("qwen3-next-80b", listed) == _served("qwen3-next-80b", [])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_skip_modules": ["model.layers.1.self_attn"]},
+        {
+            "quant_method": "auto-round",
+            "bits": 4,
+            "group_size": 128,
+            "extra_config": {
+                "model.layers.1.self_attn.q_proj": {"bits": 16},
+                "model.layers.2.mlp.up_proj": {"bits": 8},
+            },
+        },
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:model\\.layers\\.1\\.self_attn.*": {}}},
+        {"producer": {}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["model.layers.1.self_attn*"]}},
+    ],
+)
+def test_each_methods_own_list_is_read(words: dict) -> None:
+    shape = parse_shape({**CONFIGS["llama-3-8b"], "quantization_config": words})
+    assert weights.left_alone(shape.quantization.ignored) == (frozenset(), {1: frozenset({"attention"})})
+
+
+def test_an_unknown_method_has_a_wide_band() -> None:
+    shape = parse_shape({**CONFIGS["llama-3-8b"], "quantization_config": {"quant_method": "squeezing"}})
+    size = weights.rank_weights(shape, None)
+    assert size.low < 0.75 * size.bytes and size.high > 1.25 * size.bytes
