@@ -47,8 +47,10 @@ _ROUTER_CORRECTION = (
 # Families that keep the final norm on every rank.
 _NORM_EVERYWHERE = ("gpt_oss", "gemma3", "gemma3_text")
 # Methods whose bytes per weight are known; others' are taken from the bits they state, or 8, with a wide band.
-_SIZED = ("fp8", "modelopt-fp8", "modelopt", "experts-int8", "int8", "mxfp8", "nvfp4", "mxfp4", "bitsandbytes", "gguf")
-_SIZED += ("compressed-tensors", "gptq", "awq")
+_SIZED: tuple[str, ...] = (
+    *("fp8", "modelopt-fp8", "modelopt", "experts-int8", "int8", "mxfp8", "nvfp4", "mxfp4", "bitsandbytes", "gguf"),
+    *("compressed-tensors", "gptq", "awq"),
+)
 # What names a kind of linear in a list of modules that stay unquantised.
 _KINDS = {
     "attention": ("self_attn", "self_attention"),
