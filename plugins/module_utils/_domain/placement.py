@@ -416,7 +416,11 @@ def _held(
 def recorded(record: Any, end: str) -> Dict[str, int]:
     """Bytes per device UUID in a recorded plan (``end``: bytes, low or high); empty when it cannot be read."""
     try:
-        return {str(part["uuid"]): sum(int(part[term][end]) for term in PARTS) for part in record["budget"]}
+        terms = [part[term] for part in record["budget"] for term in PARTS]
+        whole = all(set(term) == {"bytes", "source", "low", "high"} for term in terms)
+        if not whole or not all(type(term[name]) is int for term in terms for name in ("bytes", "low", "high")):
+            return {}
+        return {str(part["uuid"]): sum(part[term][end] for term in PARTS) for part in record["budget"]}
     except (KeyError, TypeError, ValueError):
         return {}
 

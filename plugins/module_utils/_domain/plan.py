@@ -45,6 +45,17 @@ def plan(request: Mapping[str, Any]) -> Dict[str, Any]:
     ``placement`` (pack or spread), ``models_dir``.
     Raises FleetError for malformed input only; what does not fit is an answer.
     """
+    try:
+        return _plan(request)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise FleetError(
+            "bad_facts",
+            f"The facts of the host or its instances are not of the form that their modules return ({error}).",
+            "Pass what gpu_facts, host_facts and model_facts returned, unchanged.",
+        ) from error
+
+
+def _plan(request: Mapping[str, Any]) -> Dict[str, Any]:
     wanted = normalise(request.get("instances") or [], request.get("engine_version"))
     live = [instance for instance in wanted if instance.state != "absent"]
     _known_models(live, request.get("models") or {})

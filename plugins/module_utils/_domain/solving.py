@@ -312,7 +312,8 @@ def _keep(job: Job, fact: Mapping[str, Any], host: Host, ledger: Ledger) -> None
     """Take over the recorded plan of an instance whose wishes, model and devices are still the same."""
     record = fact.get("record")
     record = record if isinstance(record, Mapping) else {}
-    job.home = tuple(str(uuid) for uuid in record.get("devices") or ())
+    home = record.get("devices")
+    job.home = tuple(str(uuid) for uuid in home) if isinstance(home, (list, tuple)) else ()
     if job.reason or not same_settings(record.get("settings"), job.instance) or record.get("model_path") != job.path:
         return
     if record.get("task", pooling.GENERATE) != job.task:

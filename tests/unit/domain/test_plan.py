@@ -600,13 +600,37 @@ def test_a_changed_instance_stays_on_its_gpus_when_they_still_serve():
     assert len(only(plan(wanted))["devices"]) == 2
 
 
-@pytest.mark.parametrize("damage", [{"budget": "?"}, {"budget": [{"uuid": "GPU-0000"}]}, {"devices": ["GPU-9"]}])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"budget": "?"},
+        {"budget": [{"uuid": "GPU-0000"}]},
+        {"budget": [{"uuid": "GPU-0000", **{part: {"bytes": 1, "source": "exact", "high": 1} for part in PARTS}}]},
+        {"devices": ["GPU-9"]},
+        {"devices": 7},
+    ],
+)
 def test_a_damaged_record_is_planned_anew(damage):
     wanted = request({})
     record = only(plan(wanted))
     running(wanted, "i0", 60, {**record, **damage})
     entry = only(plan(wanted))
     assert entry["fits"] and not entry["kept"]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"devices": [None]},
+        {"devices": [gpu(0, memory={"total": "much"})]},
+        {"devices": [gpu(0, mig={"mode": True, "devices": [1]})]},
+        {"devices": [gpu(0)], "instances": [None]},
+    ],
+)
+def test_facts_of_another_shape_are_malformed_input(facts):
+    with pytest.raises(FleetError) as caught:
+        plan(request({}, gpu=facts))
+    assert caught.value.code == "bad_facts" and "gpu_facts" in caught.value.hint
 
 
 @pytest.mark.parametrize("facts", ["a path", None, ["x"]])
