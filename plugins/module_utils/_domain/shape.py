@@ -585,9 +585,8 @@ def _learned_positions(reader: _Reader, model_type: str) -> int:
 
 def _layers(reader: _Reader, model_type: str, hidden: int, count: int, encoder_only: bool) -> tuple[Layer, ...]:
     kinds = _layer_kinds(reader, model_type, count)
-    heads = reader.integer(
-        "decoder_attention_heads", "num_attention_heads", "n_head", "num_heads", "n_heads", default=0, high=1 << 14
-    )
+    heads = reader.integer("num_attention_heads", "n_head", "num_heads", "n_heads", default=0, high=1 << 14)
+    heads = reader.integer("decoder_attention_heads", default=heads, high=1 << 14)
     shared = reader.integer("num_kv_shared_layers", default=0, high=MAX_LAYERS)
     per_layer_kv = reader.integers("num_key_value_heads_per_layer")
     blocks = reader.items("block_configs")
