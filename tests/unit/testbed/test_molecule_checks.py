@@ -29,7 +29,7 @@ def test_a_check_that_fails_on_the_unconfigured_host_is_a_good_one(tmp_path: Pat
 
 
 def test_a_check_that_passes_on_the_unconfigured_host_fails_the_scenario(tmp_path: Path) -> None:
-    status, output = verdict(tmp_path, "def test_nothing():\n    assert True\n", "--unconfigured")
+    status, output = verdict(tmp_path, "def test_nothing():\n    assert 2 > 1\n", "--unconfigured")
     assert status == 1
     assert "test_nothing passes although nothing was configured: it checks nothing" in output
 
