@@ -115,7 +115,8 @@ def role_page(role: Path) -> str:
             lines += option_table(spec.get("options", {}), defaults, "variable")
     lines += ["## Use", "", "```yaml", "- hosts: gpu_hosts", "  gather_facts: false", "  roles:"]
     lines += [f"    - role: {COLLECTION}.{role.name}", "```", ""]
-    lines += ["The playbook `gpufleet.inference.site` runs the roles in their order.", ""]
+    if f"{COLLECTION}.{role.name}" in (ROOT / "playbooks/site.yml").read_text(encoding="utf-8"):
+        lines += ["The playbook `gpufleet.inference.site` runs the roles in their order.", ""]
     return "\n".join(lines).replace("..\n", ".\n")
 
 

@@ -19,9 +19,17 @@ from ansible.utils.display import Display
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
 from ansible_collections.gpufleet.inference.plugins.plugin_utils import _render
+from ansible_collections.gpufleet.inference.plugins.plugin_utils._junit import junit
 from ansible_collections.gpufleet.inference.plugins.plugin_utils._native import to_native
 
-VIEWS = {"facts": _render.facts_view, "plan": _render.plan_view, "site": _render.site_view}
+VIEWS = {
+    "facts": _render.facts_view,
+    "plan": _render.plan_view,
+    "site": _render.site_view,
+    "baseline": _render.baseline_view,
+}
+VERDICTS = {"unreachable": "unknown", "unknown": "unknown", "failed": "error"}
+"""The verdict of a host that was not compared."""
 FILE_WIDTH = 120
 
 display = Display()
@@ -45,6 +53,7 @@ class ActionModule(ActionBase):
                 "dir": {"type": "path"},
                 "hosts": {"type": "list", "elements": "str"},
                 "show": {"type": "bool", "default": True},
+                "fail_on_unknown": {"type": "bool", "default": False},
             }
         )
         kind = given["kind"]
@@ -55,11 +64,12 @@ class ActionModule(ActionBase):
             if given["show"]:
                 display.display(VIEWS[kind](hosts, screen_style()).rstrip("\n"))
             folder = Path(given["dir"] or Path.cwd() / "reports").absolute()
-            files = write(folder, kind, hosts)
+            files = write(folder, kind, hosts, fail_on_unknown=given["fail_on_unknown"])
         except FleetError as error:
             return {"failed": True, "changed": False, **error.as_result()}
         status = {name: host["status"] for name, host in hosts.items()}
-        return {"changed": False, "files": files, "status": status}
+        verdicts = {name: host["verdict"] for name, host in hosts.items()} if kind == "baseline" else {}
+        return {"changed": False, "files": files, "status": status, "verdicts": verdicts}
 
 
 def entry(hostvars: Any, name: str, alive: bool) -> dict[str, Any]:
@@ -77,9 +87,14 @@ def entry(hostvars: Any, name: str, alive: bool) -> dict[str, Any]:
         status, reason = "failed", "left the run before its end, most likely it stopped answering: see its last message"
     elif not gpu:
         status, reason = "unknown", "no facts of this host: it was not read, or not reached"
+    versions = to_native(facts.get("gpufleet_versions") or known.get("gpufleet_versions") or {})
+    compared = versions.get("baseline") if status == "ok" else None
     return {
         "status": status,
         "reason": reason,
+        "verdict": compared["verdict"] if compared else VERDICTS.get(status, "unknown"),
+        "baseline": compared,
+        "version_findings": (versions.get("findings") or []) if compared else [],
         "gpu": gpu,
         "host": to_native(facts.get("gpufleet_host") or known.get("gpufleet_host") or {}),
         "plan": to_native(known.get("gpufleet_plan") or None),
@@ -96,12 +111,23 @@ def screen_style() -> _render.Style:
     )
 
 
-def write(folder: Path, kind: str, hosts: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Write the report as text and JSON, and facts as CSV too; each file is whole at any moment. Returns the paths."""
-    text = VIEWS[kind](hosts, _render.Style(width=FILE_WIDTH))
-    contents = {f"{kind}.txt": text, f"{kind}.json": json.dumps({"hosts": _for_file(kind, hosts)}, indent=1) + "\n"}
+def write(
+    folder: Path, kind: str, hosts: Mapping[str, Mapping[str, Any]], *, fail_on_unknown: bool = False
+) -> list[str]:
+    """Write the report as text and JSON, facts as CSV and a baseline as JUnit XML too. Returns the paths.
+
+    Each file is whole at any moment. fail_on_unknown says what the XML makes of hosts that told nothing.
+    """
+    style = _render.Style(width=FILE_WIDTH)
+    text = _render.baseline_view(hosts, style, whole=True) if kind == "baseline" else VIEWS[kind](hosts, style)
+    data: dict[str, Any] = {"hosts": _for_file(kind, hosts)}
+    if kind == "baseline":
+        data["counts"] = _render.verdict_counts(hosts)
+    contents = {f"{kind}.txt": text, f"{kind}.json": json.dumps(data, indent=1) + "\n"}
     if kind == "facts":
         contents["facts.csv"] = _csv(_render.facts_rows(hosts))
+    if kind == "baseline":
+        contents["baseline.xml"] = junit(hosts, fail_on_unknown)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():
@@ -116,7 +142,12 @@ def write(folder: Path, kind: str, hosts: Mapping[str, Mapping[str, Any]]) -> li
 
 
 def _for_file(kind: str, hosts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    keys = {"facts": ("gpu", "host"), "plan": ("plan",), "site": ("instances", "findings")}[kind]
+    keys = {
+        "facts": ("gpu", "host"),
+        "plan": ("plan",),
+        "site": ("instances", "findings"),
+        "baseline": ("verdict", "baseline", "version_findings"),
+    }[kind]
     return {name: {key: host[key] for key in ("status", "reason", *keys)} for name, host in hosts.items()}
 
 

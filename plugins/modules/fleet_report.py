@@ -9,7 +9,7 @@ short_description: Show and write a report about the fleet
 version_added: 0.1.0
 description:
   - Prints a report about all hosts of the play from the facts they have, and writes it as text and JSON, the facts as
-    CSV too. Runs once, on the controller, without root; no host is contacted.
+    CSV and the baseline as JUnit XML too. Runs once, on the controller, without root; no host is contacted.
   - Hosts that left the run are listed with what is known about them. The report does not depend on the first host.
   - The report is written in check mode too. It is an output of the run and no part of any host.
 author: The gpufleet.inference authors (@gpufleet)
@@ -19,8 +19,9 @@ options:
       - V(facts) is the fleet inventory with driver, memory and instances of each host.
       - V(plan) shows, for each GPU, what the plan puts there, and the command line of each instance.
       - V(site) shows what a run left of each instance.
+      - V(baseline) shows, for each host and component, what is wanted, installed, running and held, with a verdict.
     type: str
-    choices: [facts, plan, site]
+    choices: [baseline, facts, plan, site]
     default: facts
   dir:
     description: Folder for the files. The default is V(reports) in the folder in which the run was started.
@@ -33,6 +34,10 @@ options:
     description: Whether to print the report.
     type: bool
     default: true
+  fail_on_unknown:
+    description: Whether hosts and components that told nothing are errors in the JUnit XML. They are skipped otherwise.
+    type: bool
+    default: false
 attributes:
   check_mode:
     description: Runs in check mode and does the same.
@@ -67,6 +72,10 @@ files:
   sample: [/srv/reports/facts.txt, /srv/reports/facts.json, /srv/reports/facts.csv]
 status:
   description: For each host one of ok, unreachable, failed, unknown.
+  returned: success
+  type: dict
+verdicts:
+  description: With O(kind=baseline), for each host one of ok, drift, unknown, error; empty otherwise.
   returned: success
   type: dict
 """

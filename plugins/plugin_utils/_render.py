@@ -615,3 +615,62 @@ def site_view(hosts: Mapping[str, Mapping[str, Any]], style: Style) -> str:
     if notes:
         sections += [heading(_findings_line(notes), style), findings(notes, style)]
     return _joined(sections)
+
+
+# -- the baseline ------------------------------------------------------------------------------------------------------
+
+_VERDICT_COLOUR = {"ok": "green", "drift": "red", "error": "red", "unknown": "yellow"}
+
+
+def verdict_counts(hosts: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """How many hosts have each verdict; all four are there."""
+    verdicts = [entry["verdict"] for entry in hosts.values()]
+    return {verdict: verdicts.count(verdict) for verdict in ("ok", "drift", "unknown", "error")}
+
+
+def baseline_view(hosts: Mapping[str, Mapping[str, Any]], style: Style, whole: bool = False) -> str:
+    """Each host against its baseline: what differs, component by component.
+
+    hosts: {name: {"verdict": …, "status": …, "reason": text, "baseline": comparison or None, "version_findings": […]}}.
+    Components that are as wanted share a line, unless ``whole``, or where no more than three hosts are shown.
+    """
+    whole = whole or len(hosts) <= 3
+    rows: list[list[Cell]] = []
+    notes: list[tuple[str, Mapping[str, Any]]] = []
+    for name, entry in hosts.items():
+        notes += [(name, finding) for finding in entry.get("version_findings") or []]
+        compared = entry.get("baseline")
+        if not compared:
+            notes.append((name, _missing(entry)))
+            rows.append([name, "", "", "", "", "", "", _verdict(entry["verdict"]), "not compared"])
+            continue
+        notes += [
+            (name, {"severity": "error", "subject": item["component"], "text": item["why"]})
+            for item in compared["components"]
+            if item["verdict"] == "error"
+        ]
+        number = str(compared["number"])
+        same = [item for item in compared["components"] if item["verdict"] == "ok"]
+        shown = [item for item in compared["components"] if whole or item["verdict"] != "ok"]
+        rows += [[name, number, *_component(item)] for item in shown]
+        if same and not whole:
+            all_of_them = len(same) == len(compared["components"])
+            words = f"{'all' if all_of_them else 'other'} {count(len(same), 'component')}"
+            rows.append([name, number, words, "", "", "", "", _verdict("ok"), ""])
+    numbers = ", ".join(f"{number} {verdict}" for verdict, number in verdict_counts(hosts).items() if number)
+    sections = [heading(f"Baseline of {count(len(hosts), 'host')}: {numbers or 'nothing to compare'}", style)]
+    headers = ("host", "set", "component", "wanted", "installed", "running", "held", "verdict", "why")
+    sections.append(table(headers, rows, style, spare=(6, 1)))
+    if notes:
+        sections += [heading(_findings_line(notes), style), findings(notes, style)]
+    return _joined(sections)
+
+
+def _verdict(verdict: str) -> Cell:
+    return (verdict, _VERDICT_COLOUR[verdict])
+
+
+def _component(item: Mapping[str, Any]) -> list[Cell]:
+    held = {True: "yes", False: "no", None: ""}[item["held"]]
+    texts = [str(item[key] or "") for key in ("component", "wanted", "installed", "running")]
+    return [*texts, held, _verdict(item["verdict"]), str(item["why"])]

@@ -55,9 +55,10 @@ def choose(data: Data, shipped: Sequence[Mapping[str, Any]], own: Sequence[Any],
     wanted = sets.get(int(number)) if str(number).isdigit() else None
     if wanted is None:
         listed = "; ".join(f"{at}: {sets[at].get('title', 'no title')}" for at in sorted(sets))
+        said = "No baseline is named" if number is None else f"There is no baseline {number}"
         raise FleetError(
             "unknown_baseline",
-            f"There is no baseline {number!r}. Known: {listed}.",
+            f"{said}. Known: {listed}.",
             "Set baseline_number for the host, its group or the fleet.",
         )
     against = version_rules.contradictions(data, wanted)

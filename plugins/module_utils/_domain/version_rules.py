@@ -26,7 +26,6 @@ PACKAGES = (
     "cuda-drivers*",
     "cuda-toolkit-*",
     "datacenter-gpu-manager*",
-    "kmod-nvidia*",
 )
 """What host_facts must list for these rules."""
 

@@ -3,11 +3,14 @@ from __future__ import annotations
 import csv
 import json
 import os
+import xml.etree.ElementTree as ET
 from types import SimpleNamespace
 
 import pytest
+from version_hosts import gpu_facts, host_facts
 
 from ansible_collections.gpufleet.inference.plugins.action import fleet_report
+from ansible_collections.gpufleet.inference.plugins.action.version_check import versions
 
 GPU = {
     "devices": [],
@@ -27,7 +30,14 @@ def report(monkeypatch, tmp_path):
     monkeypatch.setattr(fleet_report, "display", SimpleNamespace(display=printed.append, columns=100))
 
     def run(hostvars, alive=None, **given):
-        given = {"kind": "facts", "dir": str(tmp_path / "reports"), "hosts": None, "show": True, **given}
+        given = {
+            "kind": "facts",
+            "dir": str(tmp_path / "reports"),
+            "hosts": None,
+            "show": True,
+            "fail_on_unknown": False,
+            **given,
+        }
         plugin.validate_argument_spec = lambda argument_spec: (None, given)
         task_vars = {
             "ansible_play_hosts_all": list(hostvars),
@@ -123,3 +133,75 @@ def test_the_report_is_as_wide_as_the_terminal_in_reason(monkeypatch, columns, w
 def test_line_drawing_needs_a_terminal_that_knows_it(monkeypatch, encoding, unicode):
     monkeypatch.setattr(fleet_report.locale, "getpreferredencoding", lambda setlocale: encoding)
     assert fleet_report.screen_style().unicode is unicode
+
+
+def _component(name, verdict, why=""):
+    known = {"wanted": "580", "installed": "580.95.05", "running": "570.1", "held": False, "candidate": None}
+    return {"component": name, "verdict": verdict, "why": why, **known}
+
+
+def _compared(verdict, *components):
+    found = {"number": 3, "title": "t", "verdict": verdict, "components": list(components)}
+    return {"ansible_facts": {"gpufleet_gpu": GPU, "gpufleet_versions": {"baseline": found, "findings": []}}}
+
+
+FLEET = {
+    "good": _compared("ok", _component("driver", "ok"), _component("vLLM", "ok")),
+    "off": _compared("drift", _component("driver", "drift", "\x1b & < reboot due"), _component("vLLM", "ok")),
+    "dim": _compared("unknown", _component("driver", "unknown", "compressed")),
+    "dead": {**_compared("ok", _component("driver", "ok")), "gpufleet_read": {"unreachable": True, "msg": "no route"}},
+    "sick": {"gpufleet_read": {"failed": True, "msg": "Baseline 9 contradicts the version rules"}},
+}
+
+
+def test_the_baseline_is_counted_in_every_form_and_old_facts_of_a_dead_host_prove_nothing(report, tmp_path):
+    result, printed = report(FLEET, kind="baseline")
+    assert result["verdicts"] == {"good": "ok", "off": "drift", "dim": "unknown", "dead": "unknown", "sick": "error"}
+    assert "Baseline of 5 hosts: 1 ok, 1 drift, 2 unknown, 1 error" in printed
+    assert "contradicts the version rules" in " ".join(printed.split())
+    data = json.loads((tmp_path / "reports/baseline.json").read_text())
+    assert data["counts"] == {"ok": 1, "drift": 1, "unknown": 2, "error": 1}
+    assert data["hosts"]["off"]["baseline"]["components"][0]["verdict"] == "drift"
+    assert data["hosts"]["dead"]["baseline"] is None
+    lines = (tmp_path / "reports/baseline.txt").read_text().splitlines()
+    assert len([line for line in lines if "good" in line]) == 2, "the file shows components that are fine, too"
+    assert len([line for line in printed.splitlines() if "good" in line]) == 1
+
+
+@pytest.mark.parametrize(("strict", "tag"), [(False, "skipped"), (True, "error")])
+def test_the_junit_xml_can_be_read_and_tells_drift_from_silence(report, tmp_path, strict, tag):
+    report(FLEET, kind="baseline", fail_on_unknown=strict)
+    root = ET.parse(tmp_path / "reports/baseline.xml").getroot()
+    suites = {suite.get("name"): suite for suite in root}
+    assert list(suites) == list(FLEET)
+    kinds = {name: [[child.tag for child in case] for case in suite] for name, suite in suites.items()}
+    expected = {"good": [[], []], "off": [["failure"], []], "dim": [[tag]], "dead": [[tag]], "sick": [["error"]]}
+    assert kinds == expected
+    message = suites["off"].find("testcase/failure").get("message")
+    assert message == "wanted 580, installed 580.95.05, running 570.1, ? & < reboot due"
+    for suite in suites.values():
+        for key, name in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+            assert int(suite.get(key)) == len(suite.findall(f"testcase/{name}"))
+
+
+def test_a_fleet_with_twelve_planted_drifts_and_two_dead_hosts_shows_exactly_those(report):
+    fleet = {}
+    for number in range(20):
+        gpu, host = gpu_facts(), host_facts()
+        if number < 4:
+            gpu["driver"]["running"] = "580.82.07"
+        elif number < 8:
+            gpu["driver"]["userland"] = "580.126.09"
+        elif number < 12:
+            host["engines"][0]["wheels"]["torch"] = "2.10.0"
+        given = {"baseline": "3", "sets": [], "engine_versions": [], "required": True}
+        fleet[f"gpu-{number:02}"] = {
+            "ansible_facts": {"gpufleet_gpu": gpu, "gpufleet_versions": versions(given, gpu, host)}
+        }
+    for number in (18, 19):
+        fleet[f"gpu-{number}"] = {"gpufleet_read": {"unreachable": True, "msg": "no route"}}
+    result, printed = report(fleet, kind="baseline")
+    off = [name for name, verdict in result["verdicts"].items() if verdict == "drift"]
+    assert off == [f"gpu-{number:02}" for number in range(12)]
+    assert [name for name, verdict in result["verdicts"].items() if verdict == "unknown"] == ["gpu-18", "gpu-19"]
+    assert "6 ok, 12 drift, 2 unknown" in printed
