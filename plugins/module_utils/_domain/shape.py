@@ -358,6 +358,7 @@ _HF_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "vocab_size": 32000,
         "max_position_embeddings": 131072,
+        "sliding_window": 4096,
     },
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 8},
     "gemma2": {"sliding_window": 4096, "head_dim": 256, "num_key_value_heads": 4},
@@ -376,6 +377,8 @@ _HF_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts_per_tok": 4},
     "phi3": {"vocab_size": 32064},
     "cohere": {"tie_word_embeddings": True},
+    "cohere2": {"sliding_window": 4096},
+    "olmo3": {"sliding_window": 4096},
     "deepseek_v2": {"n_shared_experts": 0},
     "gpt2": {"vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024},
     "gpt_oss": {"head_dim": 64, "sliding_window": 128},
@@ -459,7 +462,8 @@ def _parse(config: Mapping[str, Any]) -> Shape:
     architecture = architecture[:200] if isinstance(architecture, str) else ""
     model_type = text.get("model_type") or config.get("model_type") or ""
     model_type = model_type[:100] if isinstance(model_type, str) else ""
-    fallback = dict(_HF_DEFAULTS.get(model_type, {}))
+    # A key that is left out has the class's default; one that is null has none.
+    fallback = {key: value for key, value in _HF_DEFAULTS.get(model_type, {}).items() if key not in text}
     if nested:
         for name in ("vocab_size", "tie_word_embeddings", "torch_dtype", "dtype", "num_nextn_predict_layers"):
             if outer.get(name) is not None and text.get(name) is None:

@@ -43,6 +43,7 @@ def kinds(shape: Shape) -> Counter[str]:
         ({"model_type": "llama", "num_hidden_layers": 4}, {"full+mlp": 4}),
         ({"model_type": "mistral", "num_hidden_layers": 4, "sliding_window": 4096}, {"sliding+mlp": 4}),
         ({"model_type": "mistral", "num_hidden_layers": 4, "sliding_window": None}, {"full+mlp": 4}),
+        ({"model_type": "mistral", "num_hidden_layers": 4}, {"sliding+mlp": 4}),
         (
             {"model_type": "qwen2", "num_hidden_layers": 4, "sliding_window": 4096, "use_sliding_window": False},
             {"full+mlp": 4},
