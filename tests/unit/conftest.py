@@ -6,6 +6,12 @@ import sys
 import types
 from pathlib import Path
 
+from hypothesis import settings
+
+# A busy machine is no defect: what may take long is bounded by the suite, not by the single example.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
