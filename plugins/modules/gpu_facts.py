@@ -92,8 +92,8 @@ ansible_facts:
         devices:
           description:
             - The GPUs in NVML's order with index, uuid, pci_address, name, architecture, compute_capability, minor,
-              memory, persistence_mode, compute_mode, power, clocks, ecc, mig, processes, health, numa_node and
-              cpu_affinity.
+              memory, persistence_mode, compute_mode, accounting_mode, power, clocks, ecc, mig, processes, health,
+              numa_node and cpu_affinity.
             - When NVML does not answer, the GPUs that the kernel module knows, with null for what NVML alone can tell.
             - A process has pid, name, used (bytes), kind (compute, mps or graphics) and its systemd unit.
           type: list

@@ -13,17 +13,21 @@ import functools
 import re
 from pathlib import Path
 
-from ansible_collections.gpufleet.inference.plugins.module_utils._host import nvml
+from ansible_collections.gpufleet.inference.plugins.module_utils._host import gpu_state, nvml
 from ansible_collections.gpufleet.inference.plugins.plugin_utils import _zipapp
 
 _WORDS = re.compile(r"\b(?:c_nvml|nvml|NVML)\w+")
 
 
-@functools.lru_cache(maxsize=1)
-def packed() -> str:
-    """The trimmed source of pynvml as text; FleetError("controller_lacks_pynvml") when the controller has none."""
-    reader = Path(nvml.__file__).read_text(encoding="utf-8")
-    return nvml.pack_bindings(trim(_zipapp.pynvml_source().decode("utf-8"), frozenset(_WORDS.findall(reader))).encode())
+@functools.lru_cache(maxsize=2)
+def packed(setting: bool = False) -> str:
+    """The trimmed source of pynvml as text, with the calls that set something or without.
+
+    FleetError `controller_lacks_pynvml` when the controller has none.
+    """
+    readers = [nvml.__file__, gpu_state.__file__] if setting else [nvml.__file__]
+    text = "".join(Path(str(reader)).read_text(encoding="utf-8") for reader in readers)
+    return nvml.pack_bindings(trim(_zipapp.pynvml_source().decode("utf-8"), frozenset(_WORDS.findall(text))).encode())
 
 
 def helper_digest_if(found: str) -> str:

@@ -24,7 +24,12 @@ from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors 
 HOST_PATH = "/usr/local/lib/gpufleet/gpufleet.pyz"
 PACKAGE = "ansible_collections/gpufleet/inference/plugins/module_utils"
 # What the helper's verbs import, directly or not; a test compares this with the imports themselves.
-PARTS = ("_domain/errors.py", "_helper")
+PARTS = (
+    *(f"_domain/{name}.py" for name in ("errors", "findings", "gpu_findings", "gpu_state", "units")),
+    *(f"_host/{name}.py" for name in ("children", "gpu", "gpu_state", "lock", "nvml")),
+    *(f"_host/{name}.py" for name in ("procfs", "root", "runner", "systemd_read")),
+    "_helper",
+)
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _MAIN = f"""import sys
 

@@ -146,6 +146,9 @@ class FakeNvml:
     def _nvmlDeviceGetComputeMode(self, gpu):
         return 0
 
+    def _nvmlDeviceGetAccountingMode(self, gpu):
+        return 0
+
     def _nvmlDeviceGetPowerManagementLimit(self, gpu):
         return 700_000
 

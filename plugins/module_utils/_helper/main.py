@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
-from ansible_collections.gpufleet.inference.plugins.module_utils._helper import about, ready, start
+from ansible_collections.gpufleet.inference.plugins.module_utils._helper import about, ready, restore, start
 
-VERBS = (start, ready, about)
+VERBS = (start, ready, restore, about)
 
 
 def parser() -> argparse.ArgumentParser:

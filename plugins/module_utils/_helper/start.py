@@ -21,7 +21,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.errors import FleetError
-from ansible_collections.gpufleet.inference.plugins.module_utils._helper import unit
+from ansible_collections.gpufleet.inference.plugins.module_utils._helper import restore, unit
+from ansible_collections.gpufleet.inference.plugins.module_utils._host.root import Root
 
 LOCK_DIRECTORY = "/run/gpufleet/start"
 # Credentials of the unit and the environment variable in which the engine looks for each.
@@ -37,15 +38,23 @@ def register(verbs: Any) -> None:
     parser.add_argument("--deadline", type=float, required=True, help="seconds to wait for the locks")
     parser.add_argument("--hold", type=float, default=3600.0, help="seconds after which the locks are let go anyway")
     parser.add_argument("--lock-directory", default=LOCK_DIRECTORY)
+    parser.add_argument("--root", default="/", help=argparse.SUPPRESS)
     parser.add_argument("engine", nargs=argparse.REMAINDER, help="-- program and arguments of the engine")
     parser.set_defaults(work=run)
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
-    """Take the locks and become the engine. FleetError `start_lock_timeout`, `bad_credential`, `engine_missing`."""
+    """Take the locks and become the engine. FleetError `gpu_state_missing`, `start_lock_timeout`, …"""
     engine = arguments.engine[1:] if arguments.engine[:1] == ["--"] else arguments.engine
     if not engine:
         raise FleetError("engine_missing", "No program given after `--`.")
+    reason = restore.refusal(Root(arguments.root), arguments.gpu)
+    if reason:
+        raise FleetError(
+            "gpu_state_missing",
+            f"{arguments.instance} is not started on a GPU in the wrong state: {reason}",
+            hint=f"Find the cause (journalctl -u {restore.UNIT}), then: systemctl restart {restore.UNIT}",
+        )
     begun = time.monotonic()
     descriptors = take(arguments.lock_directory, arguments.gpu, arguments.instance, arguments.deadline)
     waited = time.monotonic() - begun

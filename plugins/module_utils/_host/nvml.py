@@ -100,6 +100,7 @@ DEVICE_FIELDS: dict[str, Any] = {
     "memory": {"total": None, "reserved": None, "free": None, "used": None},
     "persistence_mode": None,
     "compute_mode": None,
+    "accounting_mode": None,
     "power": {"limit_mw": None, "default_mw": None, "min_mw": None, "max_mw": None, "draw_mw": None},
     "clocks": {"sm_mhz": None, "memory_mhz": None, "max_sm_mhz": None, "max_memory_mhz": None},
     "ecc": {"current": None, "pending": None},
@@ -173,10 +174,11 @@ def read(
     deadline: float,
     *,
     stall: Optional[float] = None,
+    links: bool = True,
     kill: Callable[[int, int], None] = os.kill,
     clock: Callable[[], float] = time.monotonic,
 ) -> Reading:
-    """Everything NVML tells, in at most ``deadline`` seconds.
+    """Everything NVML tells, with or without ``links`` between GPUs, in at most ``deadline`` seconds.
 
     ``stall`` is how long one call on a device may take (default: a quarter of the deadline, at least one second); the
     initialisation may take the whole deadline, because it starts every GPU when persistence is off.
@@ -185,7 +187,6 @@ def read(
     started = clock()
     stall = stall if stall is not None else max(1.0, deadline / 4)
     done: dict[int, bool] = {}  # devices that need no reading any more: whether they answer
-    links = True
     while True:
         left = deadline - (clock() - started)
         session = _Session(reading, started + deadline, stall, clock)
@@ -391,6 +392,9 @@ class _Work:
         mode = ask(f"{at}.compute_mode", "nvmlDeviceGetComputeMode", gpu)
         if mode is not None:
             tell(f"{at}.compute_mode", COMPUTE_MODES.get(mode, f"unknown-{mode}"))
+        mode = ask(f"{at}.accounting_mode", "nvmlDeviceGetAccountingMode", gpu)
+        if mode is not None:
+            tell(f"{at}.accounting_mode", bool(mode))
         for name, function in (
             ("limit_mw", "nvmlDeviceGetPowerManagementLimit"),
             ("default_mw", "nvmlDeviceGetPowerManagementDefaultLimit"),
