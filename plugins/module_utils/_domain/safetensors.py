@@ -189,6 +189,12 @@ def parse_index(data: bytes) -> tuple[str, ...]:
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer|transformer_layers)\.(\d{1,5})\.")
 _ENCODERS = re.compile(r"vision|visual|audio|multi_modal|mm_projector|image_newline|(?:^|\.)(?:vit|patch_)|speech")
+# What the engine does not load: the speaking half of Omni models, masks and frequencies it computes itself, and
+# adapters that lie beside the weights they change.
+_UNUSED = re.compile(
+    r"^(?:talker|token2wav|code2wav)\.|\.lora_[AB]\.|\.attn\.(?:masked_)?bias$|\.attention\.(?:masked_)?bias$"
+    r"|rotary_emb\.inv_freq$"
+)
 _SCALES = frozenset(
     (
         "weight_scale",
@@ -216,14 +222,17 @@ _PARTS = frozenset(("weight", "bias", "qweight", "weight_packed", "blocks", "pac
 _ROLES = {
     "embed": ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embedding", "embeddings", "embed_in"),
     "positions": ("embed_positions", "wpe", "position_embeddings"),
-    "lm_head": ("lm_head", "embed_out", "output"),
+    "lm_head": ("lm_head", "embed_out", "output", "output_layer"),
     "q": ("q_proj", "query", "wq", "g_proj"),
     "k": ("k_proj", "key", "wk"),
     "v": ("v_proj", "value", "wv"),
-    "qkv": ("qkv_proj", "c_attn", "Wqkv", "wqkv", "query_key_value", "W_pack", "qkv"),
-    "o": ("o_proj", "wo", "out_proj", "dense", "attention_output"),
-    "gate": ("gate_proj", "w1", "up_proj", "w3", "gate_up_proj", "fc1", "c_fc", "dense_h_to_4h", "wi", "linear_fc1"),
-    "down": ("down_proj", "w2", "fc2", "dense_4h_to_h", "linear_fc2"),
+    "qkv": ("qkv_proj", "c_attn", "Wqkv", "wqkv", "query_key_value", "W_pack", "qkv", "att_proj"),
+    "o": ("o_proj", "wo", "out_proj", "dense", "attention_output", "attn_out"),
+    "gate": (
+        *("gate_proj", "w1", "up_proj", "w3", "gate_up_proj", "fc1", "c_fc", "dense_h_to_4h", "wi", "linear_fc1"),
+        *("input_linear", "ff_proj"),
+    ),
+    "down": ("down_proj", "w2", "fc2", "dense_4h_to_h", "linear_fc2", "output_linear", "ff_out"),
     "column": ("q_b_proj", "kv_b_proj", "in_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z"),
     "replicated": ("q_a_proj", "kv_a_proj_with_mqa", "kv_a_proj", "fused_qkv_a_proj_with_mqa", "x_proj_bc"),
     "router": ("router", "shared_expert_gate", "gate"),
@@ -237,6 +246,9 @@ def classify(name: str) -> Place:
     """Say what a tensor is by its name. What is not known is ``other``: replicated and counted whole."""
     match = _LAYER.search(name)
     layer = int(match.group(1)) if match else None
+    if _UNUSED.search(name):
+        return Place("unused", "weight", None)
+    name = name.replace(".base_layer.", ".")
     if name.startswith("mtp.") or ".mtp." in name or ".mtp_block." in name:
         return Place("mtp", "weight", layer)
     if _ENCODERS.search(name) and not name.startswith(("model.language_model.", "language_model.")):
@@ -267,6 +279,8 @@ def classify(name: str) -> Place:
     role = _BY_MODULE.get(module, "")
     if module in ("embed_tokens", "wte") and layer is not None:
         role = "other"
+    if module == "ff_out" and layer is None:
+        role = "lm_head"
     if module == "output" and layer is not None:
         role = "o"
     if module == "gate" and layer is None:

@@ -511,6 +511,8 @@ class _Case:
     def _count(self, group: Mapping[str, Any]) -> int:
         """How many tensors of the group lie on this rank."""
         role = str(group.get("role", "other"))
+        if role == "unused":
+            return 0
         if role == "mtp":
             wanted = self.speculative.endswith("mtp") and self.rank == self.pp - 1
             return int(group["count"]) if wanted else 0

@@ -225,3 +225,16 @@ def test_an_unknown_method_has_a_wide_band() -> None:
     shape = parse_shape({**CONFIGS["llama-3-8b"], "quantization_config": {"quant_method": "squeezing"}})
     size = weights.rank_weights(shape, None)
     assert size.low < 0.75 * size.bytes and size.high > 1.25 * size.bytes
+
+
+def test_what_the_engine_does_not_load_takes_no_memory() -> None:
+    shape = parse_shape(CONFIGS["llama-3.2-1b"])
+    linear = {"model.layers.0.self_attn.q_proj.weight": ("BF16", (2048, 2048))}
+    beside = {
+        "talker.model.layers.0.mlp.up_proj.weight": ("BF16", (4096, 4096)),
+        "h.0.attn.bias": ("F32", (1024, 1024)),
+    }
+    assert (
+        weights.rank_weights(shape, facts({**linear, **beside}, 16)).bytes
+        == weights.rank_weights(shape, facts(linear, 16)).bytes
+    )
