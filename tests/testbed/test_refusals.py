@@ -71,10 +71,18 @@ CASES = {
         ('name "one" is used 2 times', "port 8102 is used by one, two", "Correct the list"),
     ),
     "no-config": Case(model("no-config"), ("/srv/broken/no-config has no config.json", "Fetch the model again")),
-    "broken-config": Case(model("broken-config"), ("config.json is not JSON", "column", "Fetch the file again")),
-    "latin-config": Case(model("latin-config"), ("config.json is not UTF-8", "Fetch the file again")),
+    "broken-config": Case(
+        model("broken-config"), ("/srv/broken/broken-config/config.json is not JSON", "column", "Fetch the file again")
+    ),
+    "latin-config": Case(
+        model("latin-config"), ("/srv/broken/latin-config/config.json is not UTF-8", "Fetch the file again")
+    ),
     "cut-weights": Case(
-        model("cut-weights"), (r"take \d+ bytes, the file holds \d+: it is cut off", "Fetch the file again")
+        model("cut-weights"),
+        (
+            r"/srv/broken/cut-weights/model.safetensors: .* take \d+ bytes, the file holds \d+: it is cut off",
+            "Fetch the file again",
+        ),
     ),
     "no-model": Case(model("no-model"), ("/srv/broken/no-model does not exist", "correct its path")),
     "closed-model": Case(
@@ -244,7 +252,7 @@ def test_a_host_that_dies_in_the_middle_is_named_and_the_next_run_finishes_it(fl
     with ThreadPoolExecutor(1) as pool:
         begun = pool.submit(fleet.play, *arguments, vllm_instances_list=[ONE, two])
         helper = fleet.fleet.root("bad") / "usr/local/lib/gpufleet/gpufleet.pyz"
-        wait_for(helper.exists, 60)
+        wait_for(helper.exists, 120)
         with cable_out(fleet, "bad"):
             run = begun.result()
     assert run.status != 0

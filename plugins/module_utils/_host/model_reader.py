@@ -40,9 +40,13 @@ class _Folder:
     def note(self, code: str, text: str, remedy: str, severity: str = "error") -> None:
         self.findings.append(Finding(code, severity, self.name, text, remedy).to_dict())
 
+    def at(self, name: str) -> str:
+        """The path of a file of the folder, for people."""
+        return os.path.join(self.path, name)
+
     def stat(self, name: str) -> Optional[os.stat_result]:
         try:
-            return os.stat(self.root.path(os.path.join(self.path, name)))
+            return os.stat(self.root.path(self.at(name)))
         except OSError:
             return None
 
@@ -52,9 +56,10 @@ class _Folder:
         if info is None or not stat.S_ISREG(info.st_mode):
             return None
         if info.st_size > limit:
-            self.note("model_broken", f"{name} has {info.st_size} bytes, more than the {limit} allowed.", "Replace it.")
+            text = f"{self.at(name)} has {info.st_size} bytes, more than the {limit} allowed."
+            self.note("model_broken", text, "Replace it.")
             return None
-        return self.root.read_bytes(os.path.join(self.path, name), limit)
+        return self.root.read_bytes(self.at(name), limit)
 
 
 def read_models(root: Root, models: Mapping[str, str], user: Reader) -> dict[str, dict[str, Any]]:
@@ -115,19 +120,19 @@ def _json_file(folder: _Folder, name: str, *, required: bool) -> Optional[dict[s
     data = folder.read(name, CONFIG_LIMIT)
     if data is None:
         if info.st_size <= CONFIG_LIMIT:
-            folder.note("model_broken", f"{name} is not a file that can be read.", "Replace it.")
+            folder.note("model_broken", f"{folder.at(name)} is not a file that can be read.", "Replace it.")
         return None
     folder.digest.update(name.encode() + b"\0" + data + b"\0")
     try:
         value = json.loads(data.decode("utf-8"), parse_constant=lambda _constant: None)
     except UnicodeDecodeError:
-        folder.note("model_broken", f"{name} is not UTF-8 text.", "Fetch the file again.")
+        folder.note("model_broken", f"{folder.at(name)} is not UTF-8 text.", "Fetch the file again.")
         return None
     except (ValueError, RecursionError) as error:
-        folder.note("model_broken", f"{name} is not JSON ({str(error)[:100]}).", "Fetch the file again.")
+        folder.note("model_broken", f"{folder.at(name)} is not JSON ({str(error)[:100]}).", "Fetch the file again.")
         return None
     if not isinstance(value, dict):
-        folder.note("model_broken", f"{name} holds no object.", "Fetch the file again.")
+        folder.note("model_broken", f"{folder.at(name)} holds no object.", "Fetch the file again.")
         return None
     return value
 
@@ -151,7 +156,7 @@ def _readable(folder: _Folder, files: list[dict[str, Any]], user: Reader) -> dic
     for entry in files:
         info_or_none = folder.stat(entry["name"])
         if first is None and (info_or_none is None or not user.may(info_or_none, 4)):
-            first = os.path.join(folder.path, entry["name"])
+            first = folder.at(entry["name"])
     if first is not None:
         folder.note(
             "model_unreadable",
@@ -180,12 +185,13 @@ def _weights(folder: _Folder, files: list[dict[str, Any]], layers: int) -> dict[
         try:
             found = _header(folder, name, sizes)
         except FleetError as error:
-            folder.note(error.code, f"{name}: {error.message}", error.hint)
+            folder.note(error.code, f"{folder.at(name)}: {error.message}", error.hint)
             whole = False
             continue
         for tensor in found:
             if tensor.name in seen:
-                folder.note("bad_safetensors", f"{name} holds {tensor.name[:80]} again.", "Remove the stray file.")
+                text = f"{folder.at(name)} holds {tensor.name[:80]} again."
+                folder.note("bad_safetensors", text, "Remove the stray file.")
                 whole = False
                 break
             seen.add(tensor.name)
@@ -214,7 +220,7 @@ def _weight_files(folder: _Folder, sizes: Mapping[str, int]) -> list[str]:
             try:
                 return list(safetensors.parse_index(data))
             except FleetError as error:
-                folder.note(error.code, f"{index}: {error.message}", error.hint)
+                folder.note(error.code, f"{folder.at(index)}: {error.message}", error.hint)
     found = [name for name in sorted(sizes) if name.endswith(".safetensors")]
     plain = [name for name in found if not name.startswith("consolidated")]
     return plain or found
@@ -225,7 +231,7 @@ def _header(folder: _Folder, name: str, sizes: Mapping[str, int]) -> tuple[safet
         raise FleetError("bad_safetensors", "The index names this file, but it is not there.", "Fetch it.")
     size = sizes[name]
     try:
-        with open(folder.root.path(os.path.join(folder.path, name)), "rb") as stream:
+        with open(folder.root.path(folder.at(name)), "rb") as stream:
             length = safetensors.header_length(stream.read(8), size)
             header = stream.read(length)
     except OSError as error:
