@@ -11,7 +11,12 @@ from ansible.template import Templar
 
 from ansible_collections.gpufleet.inference.plugins.action.fleet_preflight import ActionModule
 
-GPU = {"present": True, "driver": {"running": "550.1"}, "devices": [{"index": 0, "compute_capability": "9.0", "processes": []}], "other_gpus": []}
+GPU = {
+    "present": True,
+    "driver": {"running": "550.1"},
+    "devices": [{"index": 0, "compute_capability": "9.0", "processes": []}],
+    "other_gpus": [],
+}
 HOST = {"systemd": 252, "python": [{"path": "/usr/bin/python3.11", "version": "3.11"}], "ports": []}
 INSTANCE = {"name": "chat", "model": "tiny", "port": 8000}
 
