@@ -83,7 +83,7 @@ def compare(
     if not gpu.get("pci"):
         row = _row("gpu", "NVIDIA GPU", ("", ""), "error", "no NVIDIA GPU on the PCI bus: no baseline applies")
         return _result(wanted, [row], found)
-    rows = _applies(data, wanted, gpu)
+    rows = [*_applies(data, wanted, gpu), *_system(wanted, host)]
     rows += _driver(wanted, gpu, host) if wanted.get("driver") else []
     compared: Dict[str, Callable[..., Component]] = {"cuda": _cuda, "dcgm": _dcgm, "vllm": _vllm}
     if wanted.get("flavour"):
@@ -150,6 +150,26 @@ def _applies(data: Data, wanted: Mapping[str, Any], gpu: Mapping[str, Any]) -> L
         return []
     why = f"the baseline is for {', '.join(allowed or ())}; the host has {', '.join(other)}"
     return [_row("gpu", ", ".join(allowed or ()), (", ".join(kinds), None), "error", why)]
+
+
+def system_name(host: Mapping[str, Any]) -> str:
+    """The system as baselines write it: "debian-12", "ubuntu-24.04", "el-9"; "" when the host does not tell."""
+    told = host.get("distribution") or {}
+    name, version = str(told.get("id") or ""), str(told.get("version") or "")
+    if not name or not version:
+        return ""
+    if name in ("rhel", "rocky", "almalinux", "centos", "ol"):
+        return f"el-{version.split('.', maxsplit=1)[0]}"
+    return f"{name}-{version}"
+
+
+def _system(wanted: Mapping[str, Any], host: Mapping[str, Any]) -> List[Component]:
+    """An error row when the set is not for this host's system."""
+    allowed, found = wanted.get("systems"), system_name(host)
+    if not allowed or not found or found in allowed:
+        return []
+    why = f"the baseline is for {', '.join(allowed)}; the host has {found}"
+    return [_row("system", ", ".join(allowed), (found, None), "error", why)]
 
 
 def _driver(wanted: Mapping[str, Any], gpu: Mapping[str, Any], host: Mapping[str, Any]) -> List[Component]:

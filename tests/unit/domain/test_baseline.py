@@ -134,6 +134,23 @@ def test_a_baseline_for_other_gpus_is_an_error_of_the_host():
     assert "volta" in rows["gpu"]["why"]
 
 
+@pytest.mark.parametrize(
+    ("name", "version", "verdict"),
+    [
+        ("debian", "12", "ok"),
+        ("rocky", "9.6", "ok"),
+        ("ubuntu", "24.04", "ok"),
+        ("rhel", "8.10", "error"),
+        ("opensuse-leap", "15.6", "error"),
+        (None, None, "ok"),
+    ],
+)
+def test_a_baseline_for_other_systems_is_an_error_of_the_host(name, version, verdict):
+    result, rows = compare(gpu_facts(), host_facts(distribution={"id": name, "version": version}))
+    assert result["verdict"] == verdict
+    assert ("system" in rows) is (verdict == "error")
+
+
 def test_a_host_without_nvidia_gpu_is_an_error_and_no_drift():
     result, rows = compare(gpu_facts() | {"pci": [], "devices": []})
     assert result["verdict"] == "error"
