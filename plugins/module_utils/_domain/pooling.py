@@ -14,11 +14,15 @@ from typing import Any, Iterable, Mapping, Tuple
 
 GENERATE, POOLING = "generate", "pooling"
 
-# Class names of models without a language head: encoders, embedders, classifiers, reward and ranking models. Some
-# names end in "Model" and generate all the same.
+# Class names of models without a language head: encoders, embedders, classifiers, reward, ranking and retrieval models.
 _POOLING_CLASS = re.compile(
-    r"(?:ForTextEncoding|Classification(?:Model)?|RewardModel(?:ing)?|ForRanking|ForMaskedLM|ColBERT"
-    r"|(?<!Chat)(?<!LMHead)(?<!ChatGLM)(?<!Ultravox)Model)$"
+    r"(?:ForTextEncoding|Classification|RewardModeling|ForRanking|ForRetrieval|ForMaskedLM|ColBERT|Model)$"
+)
+# Names that end in "Model" and that the engine serves with a class that generates: read out of the registry of 0.32.0,
+# class by class. Without the files of Sentence Transformers they make tokens.
+_GENERATES_ALL_THE_SAME = re.compile(
+    r"(?:ChatModel|LMHeadModel|^ChatGLMModel|^UltravoxModel|^LlamaModel|^MistralModel|^Qwen2Model|^Gemma2Model"
+    r"|^DeepseekV3BidirectionalModel|^MossAudioModel|^MiDashengLMModel|^Qwen2_5OmniModel)$"
 )
 # The file in which Sentence Transformers lists its modules; read for this choice in the sources from 0.8 on.
 _MODULES = "modules.json"
@@ -45,4 +49,7 @@ def task(
             return GENERATE if wish in _GENERATES else POOLING
     if release >= _MODULES_SINCE and _MODULES in files:
         return POOLING
-    return POOLING if encoder_only or _POOLING_CLASS.search(architecture) else GENERATE
+    if encoder_only:
+        return POOLING
+    pools = _POOLING_CLASS.search(architecture) and not _GENERATES_ALL_THE_SAME.search(architecture)
+    return POOLING if pools else GENERATE
