@@ -897,7 +897,7 @@ def _attention(
         head_dim = hidden // heads
         if head_dim < 1:
             raise bad(f"{reader.where}: {heads} attention heads do not fit a hidden size of {hidden}.")
-    v_head_dim = reader.integer("v_head_dim", default=head_dim, low=1, high=1 << 14)
+    v_head_dim = reader.integer("v_head_dim", default=0, high=1 << 14) or head_dim  # DeepSeek-OCR writes 0 for none
     span = "encoder" if encoder_only else kind if kind in ("sliding", "chunked") else "full"
     window = 0
     if span == "sliding":

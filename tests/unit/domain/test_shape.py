@@ -192,6 +192,12 @@ def test_each_family_is_read_layer_by_layer(config: dict[str, Any], expected: di
     assert layout.groups or shape.encoder_only
 
 
+def test_a_value_width_of_zero_is_that_of_the_keys() -> None:
+    attention = parse_shape({**BASE, "model_type": "deepseek_v2", "num_hidden_layers": 1, "v_head_dim": 0}).layers[0]
+    assert attention.attention is not None
+    assert (attention.attention.head_dim, attention.attention.v_head_dim) == (64, 64)
+
+
 def test_the_text_part_of_a_multimodal_model_counts() -> None:
     config = {
         "architectures": ["Gemma3ForConditionalGeneration"],
