@@ -210,7 +210,7 @@ def _weights(folder: _Folder, files: list[dict[str, Any]], layers: int) -> dict[
 
 
 def _weight_files(folder: _Folder, sizes: Mapping[str, int]) -> list[str]:
-    """The safetensors files the engine would load: those of the index, or all but Mistral's second copy."""
+    """The safetensors files the engine would load: those of the index, or all but second copies."""
     index = next((name for name in sorted(sizes) if name.endswith(".safetensors.index.json")), None)
     if "model.safetensors.index.json" in sizes:
         index = "model.safetensors.index.json"
@@ -223,6 +223,8 @@ def _weight_files(folder: _Folder, sizes: Mapping[str, int]) -> list[str]:
                 folder.note(error.code, f"{folder.at(index)}: {error.message}", error.hint)
     found = [name for name in sorted(sizes) if name.endswith(".safetensors")]
     plain = [name for name in found if not name.startswith("consolidated")]
+    if "model.safetensors" in plain:  # beside it model.fp32-00001-of-00002.safetensors and the like: the same again
+        plain = [name for name in plain if name == "model.safetensors" or not name.startswith("model.")]
     return plain or found
 
 

@@ -57,6 +57,14 @@ def test_a_whole_model_is_described_without_reading_its_tensors(model: Path) -> 
     assert exact.bytes == pytest.approx(weights.rank_weights(shape, None).bytes, rel=1e-6)
 
 
+def test_copies_in_another_precision_do_not_count(model: Path) -> None:
+    before = read(model)["weights"]
+    for number, part in enumerate((dict(list(checkpoints.tensors(CONFIG).items())[:50]), {})):
+        checkpoints.write(model / f"model.fp32-0000{number + 1}-of-00002.safetensors", part)
+    facts = read(model)
+    assert facts["weights"] == before and facts["findings"] == []
+
+
 def test_shards_of_an_index_count_and_stray_copies_do_not(model: Path) -> None:
     whole = read(model)["weights"]["total_bytes"]
     spec = list(checkpoints.tensors(CONFIG).items())
