@@ -1331,12 +1331,17 @@ def _kv_bits(scheme: Any, algorithm: Any) -> int:
     return 16
 
 
+def _smaller_part(group: Mapping[str, Any]) -> bool:
+    """Whether a group is for something else than the feed-forward part, which holds most of a model's weights."""
+    targets = group.get("targets")
+    names = [item for item in targets if isinstance(item, str)] if isinstance(targets, Sequence) else []
+    return not any(word in name for name in names[:1000] for word in ("mlp", "expert", "ffn", "feed_forward"))
+
+
 def _compressed_tensors(reader: _Reader, ignored: tuple[str, ...], kv_bits: int) -> Quantization:
     groups = reader.mapping("config_groups")
     form = reader.text("format")
-    for group in groups.values():
-        if not isinstance(group, Mapping):
-            continue
+    for group in sorted((one for one in groups.values() if isinstance(one, Mapping)), key=_smaller_part):
         weights = group.get("weights")
         if not isinstance(weights, Mapping):
             continue

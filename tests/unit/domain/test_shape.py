@@ -257,6 +257,18 @@ def test_the_length_follows_the_engines_rule_for_scaled_ropes(scaling: Any, leng
             4,
             8,
         ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {
+                    "group_0": {"targets": ["re:.*self_attn.*"], "weights": {"num_bits": 8, "type": "float"}},
+                    "group_1": {"targets": ["re:.*mlp.*"], "weights": {"num_bits": 4, "type": "float"}},
+                },
+            },
+            "nvfp4",
+            4,
+            16,
+        ),
     ],
 )
 def test_quantised_checkpoints_are_recognised(quantization: Any, method: str, bits: int, kv_bits: int) -> None:
