@@ -177,6 +177,8 @@ def up() -> int:
     print(style("32", f"The demo is up after {time.monotonic() - begun:.0f} s."))
     print(
         "Look around:  tests/testbed/testbed exec --fleet demo gpu1 -- systemctl status 'vllm-*'\n"
+        "A playbook:   ANSIBLE_COLLECTIONS_PATH=.build/collections .venv/bin/ansible-playbook \\\n"
+        "                -i .build/testbed/demo/inventory.yml -i inventories/demo gpufleet.inference.plan\n"
         "Take it away: make demo-down"
     )
     return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ansible_collections.gpufleet.inference.plugins.plugin_utils._native import to_native
+from ansible_collections.gpufleet.inference.plugins.plugin_utils._render import NO_WAY_OUT, is_about_memory, ways_out
 
 DOCUMENTATION = r"""
 name: plan_refusal
@@ -48,19 +49,12 @@ def _sentence(entry: dict[str, Any]) -> str:
     text = (
         f"{entry.get('name')} does not fit ({reason.get('code', 'unknown')}): {reason.get('text', 'no reason given')}"
     )
-    ways = [_way(alternative) for alternative in entry.get("alternatives") or []]
+    ways = ways_out(entry)
     if ways:
-        text += f". What works: {'; or '.join(way for way in ways if way)}"
+        text += f". What works: {'; or '.join(ways)}"
+    elif is_about_memory(entry):
+        text += f". {NO_WAY_OUT}"
     return f"{text.rstrip('.')}."
-
-
-def _way(alternative: Any) -> str:
-    if not isinstance(alternative, dict):
-        return str(alternative)
-    if alternative.get("text"):
-        return str(alternative["text"])
-    change = alternative.get("change") or alternative.get("set") or alternative
-    return ", ".join(f"{key}: {value}" for key, value in change.items() if not isinstance(value, (dict, list)))
 
 
 class FilterModule:

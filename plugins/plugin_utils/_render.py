@@ -565,15 +565,30 @@ def _command(instance: Mapping[str, Any], style: Style) -> str:
     return "\n".join(paint(text, "dim", style) for text in [*lines, line])
 
 
+NO_WAY_OUT = (
+    "No setting that was tried makes it fit here: take a smaller or more quantised model, or more or larger GPUs."
+)
+
+
 def _refusal(host: str, instance: Mapping[str, Any], style: Style) -> str:
     reason = instance.get("reason") or {}
     text = (
         f"{host}: {instance['name']} does not fit: {reason.get('text', 'no reason given')} ({reason.get('code', '?')})"
     )
     lines = _wrapped(text, "REFUSED", "red", style)
-    for alternative in instance.get("alternatives") or []:
-        lines += _wrapped(("→ " if style.unicode else "-> ") + _alternative(alternative), " " * 7, "", style)
+    for way in ways_out(instance) or [NO_WAY_OUT] * is_about_memory(instance):
+        lines += _wrapped(("→ " if style.unicode else "-> ") + way, " " * 7, "", style)
     return "\n".join(lines)
+
+
+def ways_out(instance: Mapping[str, Any]) -> list[str]:
+    """What was planned again and does fit, each as a text."""
+    return [text for text in map(_alternative, instance.get("alternatives") or []) if text]
+
+
+def is_about_memory(instance: Mapping[str, Any]) -> bool:
+    """Whether an instance was refused because it does not fit into the memory of the GPUs."""
+    return (instance.get("reason") or {}).get("code") in ("oom_risk", "refused_kv")
 
 
 def _alternative(alternative: Any) -> str:

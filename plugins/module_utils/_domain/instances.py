@@ -279,7 +279,7 @@ def normalise(items: Any, engine_version: Optional[str]) -> List[Instance]:
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
         raise FleetError(
             "bad_instances",
-            f"{count} in the list of instances: " + "; ".join(problems) + ".",
+            f"{count} in the list of instances: {'; '.join(problems)}" + ("" if problems[-1].endswith("?") else "."),
             "Correct the list; nothing was changed.",
             problems=problems,
         )

@@ -136,7 +136,7 @@ class ReleaseTable:
         if name is None:
             older = [self._by_key[known] for known in sorted(self._by_key) if known < key][-1:]
             newer = [self._by_key[known] for known in sorted(self._by_key) if known > key][:1]
-            near = " and ".join(older + newer)
+            near = " or ".join(older + newer)
             raise FleetError(
                 "unknown_release",
                 f"vLLM {text} is not in the release table, which holds {self.names[0]} to {self.names[-1]}.",

@@ -208,7 +208,8 @@ def order(wanted: Sequence[Generation]) -> List[str]:
 
 def due_finding(step: Step) -> Dict[str, str]:
     """The finding for an instance whose new generation waits."""
-    return Finding("due", "warning", step.name, f"{UPGRADE_HINT} ({step.name} {step.reason})", "Run upgrade.").to_dict()
+    remedy = "Run site again with -e site_allow_disruption=true; that restarts what is due, host by host."
+    return Finding("due", "warning", step.name, f"{UPGRADE_HINT} ({step.name} {step.reason})", remedy).to_dict()
 
 
 def open_key_finding(name: str, path: str, mode: int) -> Dict[str, str]:

@@ -10,8 +10,8 @@ import os
 import re
 import stat
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Optional
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain import profiles as profile_rules
@@ -90,7 +90,22 @@ def prepare(root: Root, systemd: Systemd, wanted: Sequence[Generation], *, allow
         for item in serving.files(entry, found[entry.name], step):
             content = item.pop("content", None)
             entries.append(files.parse(item, None if content is None else content.encode("utf-8")))
-    return Work(wanted, found, steps, files.plan(root, entries), acts)
+    changes = [_against_current(root, found.values(), change) for change in files.plan(root, entries)]
+    return Work(wanted, found, steps, changes, acts)
+
+
+def _against_current(root: Root, found: Iterable[Found], change: files.Change) -> files.Change:
+    """A file of a new generation, compared for people with the one of the generation that runs."""
+    folder, name = os.path.split(change.wanted.path)
+    base, digest = os.path.split(folder)
+    for one in found:
+        if (
+            change.action == "create"
+            and base == f"{serving.CONFIGURATION}/{one.name}"
+            and one.current not in (None, digest)
+        ):
+            return replace(change, before=root.read_text(f"{base}/{one.current}/{name}") or "")
+    return change
 
 
 def carry_out(

@@ -64,6 +64,12 @@ def test_a_refusal_has_the_code_the_figures_and_what_works():
     )
 
 
+def test_a_refusal_for_memory_without_a_way_out_says_what_is_left_to_do_and_another_does_not():
+    entry = {"name": "big", "fits": False, "reason": {"code": "oom_risk", "text": "135 GiB"}, "alternatives": []}
+    assert "smaller or more quantised model" in plan_refusal({"instances": [entry]})
+    assert "smaller" not in plan_refusal({"instances": [{**entry, "reason": {"code": "bad_model", "text": "x"}}]})
+
+
 def test_an_instance_waits_for_a_model_that_is_fetched_later_and_a_missing_path_stays_to_be_refused():
     missing = {"findings": [{"code": "model_missing"}]}
     broken = {"findings": [{"code": "model_broken"}]}

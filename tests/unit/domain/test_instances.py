@@ -156,3 +156,10 @@ def test_any_junk_is_refused_with_a_message_or_accepted(items):
         assert refused.code == "bad_instances" and refused.message
     else:
         assert len(found) == len(items)
+
+
+def test_a_message_that_ends_with_a_question_has_no_further_stop():
+    with pytest.raises(FleetError) as caught:
+        normalise([{**GOOD, "enforce_eagr": True}], "0.19.1")
+    assert 'did you mean "enforce_eager"?' in str(caught.value)
+    assert "?." not in str(caught.value)

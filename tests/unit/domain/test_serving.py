@@ -139,7 +139,9 @@ def test_the_step_of_an_instance(state, before, consent, verb, due):
     step = serving.decide(Generation("chat", state, D1, "u", "r"), found(**before), allow_disruption=consent)
     assert (step.verb, step.due) == (verb, due)
     if due:
-        assert "due: run upgrade" in serving.due_finding(step)["text"]
+        finding = serving.due_finding(step)
+        assert "due: run upgrade" in finding["text"]
+        assert "-e site_allow_disruption=true" in finding["remedy"]
 
 
 def paths(state: str, before: Found, consent: bool = False) -> dict[str, str]:

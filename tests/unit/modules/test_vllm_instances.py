@@ -135,6 +135,13 @@ def test_check_mode_tells_what_the_run_does_and_does_nothing(host):
     assert {"path": "vllm-chat.service", "action": "start"} in done["changes"]
 
 
+def test_the_diff_of_a_new_generation_is_against_the_one_that_serves(host):
+    host.run(entry())
+    shown = {diff["after_header"]: (diff["before"], diff["after"]) for diff in host.run(entry(digest=B))["diff"]}
+    assert shown[f"/etc/vllm/chat/{B}/vllm-chat.service"] == (f"# {A}\n", f"# {B}\n")
+    assert shown[f"/etc/vllm/chat/{B}/instance.json"][0] == f'{{"digest": "{A}"}}\n'
+
+
 def test_the_second_run_changes_nothing_and_touches_no_service(host):
     host.run(entry())
     result = host.run(entry())
