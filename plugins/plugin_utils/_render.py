@@ -12,7 +12,7 @@ import re
 import shlex
 import textwrap
 from dataclasses import dataclass
-from typing import Any, Iterable, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Collection, Iterable, Mapping, Optional, Sequence, Tuple, Union
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.findings import SEVERITIES, worst
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.gpu_findings import ranges
@@ -450,7 +450,7 @@ def facts_rows(hosts: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 def plan_view(hosts: Mapping[str, Mapping[str, Any]], style: Style) -> str:
     """The plan: per GPU every byte, per instance its figures and command line, refusals last.
 
-    hosts: {name: {"status": …, "reason": text, "plan": plan or None}}.
+    hosts: {name: {"status": …, "reason": text, "plan": plan or None, "instances": results of vllm_instances}}.
     """
     sections, refused, notes = [], [], []
     for name, entry in hosts.items():
@@ -470,7 +470,8 @@ def plan_view(hosts: Mapping[str, Mapping[str, Any]], style: Style) -> str:
             heading(title + (" (no driver yet: memory as expected of these GPUs)" if expected else ""), style)
         )
         sections += _plan_gpus(plan.get("gpus") or [], fitting, style)
-        sections.append(_instance_table(fitting, style))
+        due = {result["name"] for result in entry.get("instances") or [] if result.get("due")}
+        sections.append(_instance_table(fitting, due, style))
         sections += [_command(instance, style) for instance in fitting if instance.get("arguments")]
     if any((entry.get("plan") or {}).get("gpus") for entry in hosts.values()):
         sections.insert(0, legend(PLAN_PARTS, style))
@@ -529,7 +530,7 @@ def _band(part: Mapping[str, Any], keys: Sequence[str], style: Style) -> str:
     return f" {sign} {gibibytes(spread)}" if spread >= GIB / 20 else ""
 
 
-def _instance_table(instances: Sequence[Mapping[str, Any]], style: Style) -> str:
+def _instance_table(instances: Sequence[Mapping[str, Any]], due: Collection[str], style: Style) -> str:
     rows: list[list[Cell]] = []
     for instance in instances:
         tokens = instance.get("kv_cache_tokens")
@@ -544,11 +545,18 @@ def _instance_table(instances: Sequence[Mapping[str, Any]], style: Style) -> str
                 str(instance.get("max_model_len") or ""),
                 f"{tokens:,}" if tokens else "",
                 f"{concurrency:.1f}×" if concurrency and style.unicode else str(concurrency or ""),
-                ("kept", "cyan") if instance.get("kept") else str(instance.get("state") or ""),
+                _plan_state(instance, due),
             ]
         )
     headers = ("instance", "model", "vLLM", "GPUs", "listens on", "length", "KV tokens", "at full length", "state")
     return table(headers, rows, style, right=(3, 5, 6, 7), spare=(2, 7, 8))
+
+
+def _plan_state(instance: Mapping[str, Any], due: Collection[str]) -> Cell:
+    """What becomes of an instance: it stays as it runs, waits for a restart with consent, or gets its wanted state."""
+    if instance["name"] in due:
+        return ("due", "yellow")
+    return ("kept", "cyan") if instance.get("kept") else str(instance.get("state") or "")
 
 
 def _command(instance: Mapping[str, Any], style: Style) -> str:

@@ -313,6 +313,22 @@ def test_the_plan_shows_every_byte_every_command_and_every_refusal(style):
     assert style.unicode or text.isascii()
 
 
+def test_the_plan_says_which_instance_would_wait_for_a_restart():
+    def shown(results):
+        return plain(render.plan_view({"gpu-01": {"status": "ok", "plan": PLAN, "instances": results}}, Style(120)))
+
+    (name,) = [instance["name"] for instance in PLAN["instances"] if instance["fits"] and instance["state"] != "absent"]
+    assert " due " in shown([{"name": name, "due": True}])
+    assert " due " not in shown([{"name": name, "due": False}, {"name": "other", "due": True}])
+    assert " due " not in shown([])
+
+
+def test_a_model_too_large_for_every_setting_has_a_next_step():
+    big = {"name": "big", "fits": False, "reason": {"code": "oom_risk", "text": "needs 135 GiB"}, "alternatives": []}
+    text = plain(render.plan_view({"gpu-01": {"status": "ok", "plan": {"instances": [big]}}}, Style(120)))
+    assert "smaller or more quantised model" in text
+
+
 def test_the_bar_of_a_plan_holds_all_kinds_and_the_band_is_named():
     text = render.plan_view({"gpu-01": {"status": "ok", "plan": PLAN}}, Style(120, unicode=False))
     drawn = next(line for line in text.splitlines() if line.startswith("  GPU 0"))
