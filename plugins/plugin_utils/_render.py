@@ -267,8 +267,7 @@ def facts_view(hosts: Mapping[str, Mapping[str, Any]], style: Style) -> str:
             notes.append((name, _missing(entry)))
             continue
         bars += _gpu_lines(name, entry["gpu"], style)
-        for source in (entry["gpu"], entry.get("host") or {}):
-            notes += [(name, finding) for finding in source.get("findings") or []]
+        notes += [(name, finding) for finding in _notes(entry)]
     headers = ("host", "GPUs", "free GiB", "driver", "CUDA", "system", "instances", "findings")
     sections = [
         heading("GPU fleet: " + _fleet_line(hosts), style),
@@ -279,6 +278,22 @@ def facts_view(hosts: Mapping[str, Mapping[str, Any]], style: Style) -> str:
     if notes:
         sections += [heading(_findings_line(notes), style), findings(notes, style)]
     return _joined(sections)
+
+
+def _notes(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The findings of a host, and its instances that do not serve."""
+    found = [finding for kind in ("gpu", "host") for finding in (entry.get(kind) or {}).get("findings") or []]
+    return found + [_idle(one) for one in entry["gpu"].get("instances") or [] if one["active_state"] != "active"]
+
+
+def _idle(instance: Mapping[str, Any]) -> dict[str, str]:
+    failed = instance["active_state"] == "failed"
+    return {
+        "severity": "error" if failed else "info",
+        "subject": instance["name"],
+        "text": f"{instance['unit']} is {instance['active_state']} ({instance.get('sub_state')})",
+        "remedy": f"See journalctl -u {instance['unit']} on the host." if failed else "",
+    }
 
 
 def _missing(entry: Mapping[str, Any]) -> dict[str, str]:
@@ -315,7 +330,7 @@ def _host_row(name: str, entry: Mapping[str, Any], style: Style) -> list[Cell]:
     free = [device["memory"]["free"] for device in devices]
     instances = gpu.get("instances") or []
     up = sum(1 for instance in instances if instance["active_state"] == "active")
-    notes = [*(gpu.get("findings") or []), *((entry.get("host") or {}).get("findings") or [])]
+    notes = _notes(entry)
     colour = _SEVERITY_COLOUR.get(worst(notes), "green")
     system = (entry.get("host") or {}).get("distribution") or {}
     return [

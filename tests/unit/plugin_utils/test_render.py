@@ -173,6 +173,20 @@ def test_the_inventory_names_every_host_with_its_state(style):
     assert style.unicode or text.isascii()
 
 
+@pytest.mark.parametrize(("state", "severity"), [("failed", "ERROR"), ("activating", "INFO"), ("active", None)])
+def test_an_instance_that_does_not_serve_is_named(state, severity):
+    instance = {"name": "chat", "unit": "vllm-chat.service", "active_state": state, "sub_state": "sub"}
+    host = ok()
+    host["gpu"]["instances"] = [instance]
+    text = plain(render.facts_view({"gpu-01": host}, Style(120)))
+    line = next((line for line in text.splitlines() if "vllm-chat.service is" in line), None)
+    assert (line is None) == (severity is None)
+    if severity:
+        assert line.startswith(severity)
+        assert f"gpu-01: chat: vllm-chat.service is {state} (sub)" in line
+    assert ("journalctl -u vllm-chat.service" in text) == (state == "failed")
+
+
 def test_memory_is_split_into_ours_and_others():
     processes = [
         {"pid": 1, "used": 40 * GIB, "unit": "vllm-chat.service", "name": "vllm"},
