@@ -280,7 +280,7 @@ def facts_view(hosts: Mapping[str, Mapping[str, Any]], style: Style) -> str:
     return _joined(sections)
 
 
-def _notes(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _notes(entry: Mapping[str, Any]) -> list[dict[str, str]]:
     """The findings of a host, and its instances that do not serve."""
     found = [finding for kind in ("gpu", "host") for finding in (entry.get(kind) or {}).get("findings") or []]
     return found + [_idle(one) for one in entry["gpu"].get("instances") or [] if one["active_state"] != "active"]

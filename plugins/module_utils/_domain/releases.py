@@ -140,7 +140,7 @@ class ReleaseTable:
             raise FleetError(
                 "unknown_release",
                 f"vLLM {text} is not in the release table, which holds {self.names[0]} to {self.names[-1]}.",
-                f"Use {near}, or add the release with scripts/make_release_table.py.",
+                f"Use {near}, or add the release in a checkout of this collection, with scripts/make_release_table.py.",
                 nearest=older + newer,
             )
         facts = self._data["versions"][name]
