@@ -77,7 +77,9 @@ options:
         type: bool
         default: false
       only_empty:
-        description: With O(files[].state=absent), leave a directory alone that holds anything.
+        description:
+          - With O(files[].state=absent), remove an empty directory only. One that holds anything stays, and so does a
+            link or a file in its place.
         type: bool
         default: false
       besides:

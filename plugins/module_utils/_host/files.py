@@ -160,7 +160,7 @@ def _compare(root: Root, item: Wanted, going: set[str]) -> Optional[Change]:
     except NotADirectoryError as exc:
         raise FleetError("path_taken", f"A parent of {item.path} is a file, not a directory.") from exc
     if item.state == "absent":
-        if info is None or (item.only_empty and stat.S_ISDIR(info.st_mode) and _filled(root, item, going)):
+        if info is None or (item.only_empty and not _may_go(root, info, item, going)):
             return None
         return Change(item, "remove", _describe(real, info, item), "")
     if item.state == "link":
@@ -168,6 +168,11 @@ def _compare(root: Root, item: Wanted, going: set[str]) -> Optional[Change]:
     if item.state == "directory":
         return _compare_directory(info, item)
     return _compare_file(real, info, item)
+
+
+def _may_go(root: Root, info: os.stat_result, item: Wanted, going: set[str]) -> bool:
+    """Whether `only_empty` lets it go. A link or a file in the place of a directory is of others: it stays."""
+    return stat.S_ISDIR(info.st_mode) and not _filled(root, item, going)
 
 
 def _filled(root: Root, item: Wanted, going: set[str]) -> bool:

@@ -188,6 +188,20 @@ def test_a_directory_with_files_of_others_stays_when_only_an_empty_one_may_go(tm
     assert not (tmp_path / "d").exists()
 
 
+@pytest.mark.parametrize("full", [True, False], ids=["to a full directory", "to an empty one"])
+def test_a_link_in_the_place_of_a_directory_stays_when_only_an_empty_one_may_go(tmp_path, call, full):
+    (tmp_path / "data").mkdir()
+    if full:
+        (tmp_path / "data" / "theirs").write_text("x")
+    (tmp_path / "d").symlink_to("data")
+    (tmp_path / "f").write_text("x")
+    entries = [{"path": f"{tmp_path}/{name}", "state": "absent", "only_empty": True} for name in "df"]
+    assert call(entries, check=True)["changed"] is False
+    assert call(entries)["changed"] is False
+    assert os.readlink(tmp_path / "d") == "data"
+    assert (tmp_path / "f").read_text() == "x"
+
+
 def test_check_mode_counts_out_what_an_earlier_task_removes(tmp_path, call):
     (tmp_path / "d" / "inner").mkdir(parents=True)
     entry = {"path": f"{tmp_path}/d", "state": "absent", "only_empty": True, "besides": ["inner"]}
