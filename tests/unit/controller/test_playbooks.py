@@ -60,8 +60,40 @@ def test_a_run_that_would_reach_no_host_is_refused_in_one_message(tmp_path, inve
 
 def test_the_page_describes_every_variable_of_the_playbooks_and_no_other():
     text = "\n".join(path.read_text(encoding="utf-8") for path in PLAYBOOKS)
-    used = set(re.findall(r"\b(?:site|facts|fleet_report|decommission|baseline)_[a-z_]+\b", text))
+    used = set(re.findall(r"(?<!\.)\b(?:site|facts|plan|fleet_report|decommission|baseline)_[a-z_]+\b", text))
     own = set(re.findall(r"^ +(\w+): >-$", text, re.MULTILINE))
     page = (ROOT / "docs/playbooks.md").read_text(encoding="utf-8")
     table = page.split("## Variables of the playbooks", 1)[1].split("## Results", 1)[0]
     assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == used - own
+
+
+REFUSED = {"name": "big", "fits": False, "reason": {"code": "oom_risk", "text": "135 GiB"}, "alternatives": ["tp 2"]}
+PLANNED = {
+    "full": {"gpufleet_plan": {"fits": False, "instances": [REFUSED]}},
+    "good": {"gpufleet_plan": {"fits": True, "instances": []}},
+    "dead": {"gpufleet_read": {"failed": True, "msg": "no route"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "failed"),
+    [([], {"dead": "no route"}), (["-e", "plan_fail_on_refusal=true"], {"dead": "no route", "full": "135 GiB"})],
+    ids=["by default", "when asked to"],
+)
+def test_a_plan_that_does_not_fit_fails_its_host_only_when_asked_to(tmp_path, arguments, failed):
+    last = yaml.safe_load((ROOT / "playbooks/plan.yml").read_text(encoding="utf-8"))[-1]
+    last["tasks"] = [task for task in last["tasks"] if "ansible.builtin.fail" in task]
+    (tmp_path / "play.yml").write_text(yaml.safe_dump([last]), encoding="utf-8")
+    (tmp_path / "hosts.yml").write_text(yaml.safe_dump({"gpu_hosts": {"hosts": PLANNED}}), encoding="utf-8")
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("ansible-playbook")), "-i", "hosts.yml", *arguments, "play.yml"],
+        cwd=tmp_path,
+        env={**os.environ, "HOME": str(tmp_path), "ANSIBLE_NOCOLOR": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    told = dict(re.findall(r"^fatal: \[(\w+)\]: (.*)$", done.stdout, re.MULTILINE))
+    assert told.keys() == failed.keys(), done.stdout + done.stderr
+    assert all(f"{host}: " in told[host] and text in told[host] for host, text in failed.items())
+    assert done.returncode == 2
