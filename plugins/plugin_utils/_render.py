@@ -16,7 +16,7 @@ from typing import Any, Collection, Iterable, Mapping, Optional, Sequence, Tuple
 
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.findings import SEVERITIES, worst
 from ansible_collections.gpufleet.inference.plugins.module_utils._domain.gpu_findings import ranges
-from ansible_collections.gpufleet.inference.plugins.module_utils._domain.units import GIB
+from ansible_collections.gpufleet.inference.plugins.module_utils._domain.units import GIB, MIB
 
 _COLOURS = {
     "red": "31",
@@ -96,6 +96,27 @@ def shorten(text: str, width: int, style: Style) -> str:
 def gibibytes(count: Optional[float]) -> str:
     """Bytes as a short figure without unit: "79.6"; "?" when unknown."""
     return "?" if count is None else f"{count / GIB:.1f}"
+
+
+def is_small(amount: float) -> bool:
+    """Whether it is something of which GiB would show 0.0."""
+    return 0 < amount < GIB / 20
+
+
+def figure(amount: float) -> str:
+    """Bytes as a figure in GiB without unit, small ones with theirs: "79.6", "12 MiB"."""
+    if not is_small(amount):
+        return gibibytes(amount)
+    return f"{amount / MIB:.0f} MiB" if amount >= MIB else "<1 MiB"
+
+
+def amounts_line(amounts: Mapping[str, float]) -> str:
+    """Named bytes: "weights 15.0, KV cache 40.0 GiB"; each with its unit where one is small."""
+    mixed = any(is_small(value) for value in amounts.values())
+    words = [
+        f"{name} {figure(value)}{' GiB' if mixed and not is_small(value) else ''}" for name, value in amounts.items()
+    ]
+    return ", ".join(words) + ("" if mixed else " GiB")
 
 
 def table(
@@ -480,7 +501,8 @@ def plan_view(hosts: Mapping[str, Mapping[str, Any]], style: Style) -> str:
         refused += [(name, instance) for instance in instances if not instance["fits"]]
         notes += [(name, finding) for finding in plan.get("findings") or []]
         expected = any(gpu.get("expected") for gpu in plan.get("gpus") or [])
-        title = f"{name}: {len(fitting)} of {count(len(instances), 'instance')} fit"
+        verb = "fits" if len(instances) == 1 else "fit"
+        title = f"{name}: {len(fitting)} of {count(len(instances), 'instance')} {verb}"
         sections.append(
             heading(title + (" (no driver yet: memory as expected of these GPUs)" if expected else ""), style)
         )
@@ -516,8 +538,8 @@ def _plan_gpus(gpus: Sequence[Mapping[str, Any]], instances: Sequence[Mapping[st
                 if part.get("uuid") == gpu.get("uuid"):
                     for key in keys:
                         amounts[key] += amount(part.get(key))
-                    words = [f"{item.name} {gibibytes(amount(part.get(item.key)))}" for item in PLAN_PARTS[:-2]]
-                    text = f"{instance['name']}: {', '.join(words)} GiB{_band(part, keys, style)}"
+                    named = {item.name: amount(part.get(item.key)) for item in PLAN_PARTS[:-2]}
+                    text = f"{instance['name']}: {amounts_line(named)}{_band(part, keys, style)}"
                     lines += textwrap.wrap(text, style.width, initial_indent=" " * 9, subsequent_indent=" " * 11)
         amounts["foreign"] = amount(gpu.get("foreign"))
         states.append((gpu.get("index"), (amounts, lines, amount(gpu.get("total")), str(gpu.get("name") or ""))))
@@ -526,7 +548,7 @@ def _plan_gpus(gpus: Sequence[Mapping[str, Any]], instances: Sequence[Mapping[st
     result = []
     for label, (amounts, lines, total, name) in groups:
         start = f"  {label:{widest}}"
-        figures = f"{gibibytes(sum(amounts.values())):>6} of {gibibytes(total):>6} GiB"
+        figures = f"{figure(sum(amounts.values())):>6} of {gibibytes(total):>6} GiB"
         size = max(10, min(60, style.width - len(start) - len(figures) - 5))
         line = f"{start} {memory_bar(amounts, total, size, PLAN_PARTS, style)} {figures}"
         room = style.width - len(plain(line)) - 2
@@ -542,7 +564,7 @@ def _band(part: Mapping[str, Any], keys: Sequence[str], style: Style) -> str:
         sum(term.get("bytes", 0) - term.get("low", 0) for term in terms if isinstance(term, Mapping)),
     )
     sign = "±" if style.unicode else "+-"
-    return f" {sign} {gibibytes(spread)}" if spread >= GIB / 20 else ""
+    return f" {sign} {gibibytes(spread)} GiB" if spread >= GIB / 20 else ""
 
 
 def _instance_table(instances: Sequence[Mapping[str, Any]], due: Collection[str], style: Style) -> str:

@@ -377,6 +377,28 @@ def test_arguments_without_their_program_are_shown_as_those_of_vllm():
     assert "chat $ vllm serve /srv/m" in render.plan_view({"h": {"status": "ok", "plan": plan}}, BOX)
 
 
+def tiny(**sizes):
+    plan = copy.deepcopy(PLAN)
+    plan["instances"] = plan["instances"][:1]
+    plan["gpus"] = plan["gpus"][:1]
+    plan["gpus"][0]["foreign"] = 0
+    plan["instances"][0]["budget"] = [{"uuid": plan["gpus"][0]["uuid"], **sizes}]
+    return " ".join(plain(render.plan_view({"h": {"status": "ok", "plan": plan}}, Style(120))).split())
+
+
+def test_one_instance_fits():
+    assert "h: 1 of 1 instance fits" in tiny()
+
+
+def test_what_would_show_as_nothing_in_gib_is_shown_in_mib():
+    mib = 2**20
+    words = tiny(weights=12 * mib, kv_cache=3 * mib, cuda_graphs=1)
+    assert "weights 12 MiB, KV cache 3 MiB, activation 0.0 GiB, graphs <1 MiB, runtime 0.0 GiB" in words
+    assert "15 MiB of 79.0 GiB" in words
+    assert "weights 12 MiB, KV cache 40.0 GiB" in tiny(weights=12 * mib, kv_cache=40960 * mib)
+    assert "weights 0.1, KV cache 0.0, activation 0.0, graphs 0.0, runtime 0.0 GiB" in tiny(weights=52 * mib)
+
+
 def test_a_plan_on_expected_memory_says_so():
     plan = copy.deepcopy(PLAN)
     plan["gpus"][0]["expected"] = True
