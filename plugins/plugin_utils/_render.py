@@ -317,10 +317,15 @@ def _idle(instance: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+REACH_IT = "Check its address, its power and SSH, then run again."
+"""The next step for a host that does not answer; `fleet_host` says the same in its refusal."""
+
+
 def _missing(entry: Mapping[str, Any]) -> dict[str, str]:
     """The finding about a host that told nothing, or not all."""
     reason = " ".join(str(entry.get("reason") or "no reason given").split())
-    return {"severity": "error", "subject": entry["status"], "text": reason, "remedy": ""}
+    remedy = REACH_IT if entry["status"] == "unreachable" and REACH_IT not in reason else ""
+    return {"severity": "error", "subject": entry["status"], "text": reason, "remedy": remedy}
 
 
 def _fleet_line(hosts: Mapping[str, Mapping[str, Any]]) -> str:

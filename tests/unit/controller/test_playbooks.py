@@ -67,6 +67,22 @@ def test_the_page_describes_every_variable_of_the_playbooks_and_no_other():
     assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == used - own
 
 
+def failures(folder: Path, play: dict, hosts: dict, *arguments: str) -> dict[str, str]:
+    """The message of each host that a play of the collection fails, run against hosts that hold these variables."""
+    (folder / "play.yml").write_text(yaml.safe_dump([play]), encoding="utf-8")
+    (folder / "hosts.yml").write_text(yaml.safe_dump({"gpu_hosts": {"hosts": hosts}}), encoding="utf-8")
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("ansible-playbook")), "-i", "hosts.yml", *arguments, "play.yml"],
+        cwd=folder,
+        env={**os.environ, "HOME": str(folder), "ANSIBLE_NOCOLOR": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    return dict(re.findall(r"^fatal: \[(\w+)\]: (.*)$", done.stdout, re.MULTILINE))
+
+
 REFUSED = {"name": "big", "fits": False, "reason": {"code": "oom_risk", "text": "135 GiB"}, "alternatives": ["tp 2"]}
 PLANNED = {
     "full": {"gpufleet_plan": {"fits": False, "instances": [REFUSED]}},
@@ -83,17 +99,19 @@ PLANNED = {
 def test_a_plan_that_does_not_fit_fails_its_host_only_when_asked_to(tmp_path, arguments, failed):
     last = yaml.safe_load((ROOT / "playbooks/plan.yml").read_text(encoding="utf-8"))[-1]
     last["tasks"] = [task for task in last["tasks"] if "ansible.builtin.fail" in task]
-    (tmp_path / "play.yml").write_text(yaml.safe_dump([last]), encoding="utf-8")
-    (tmp_path / "hosts.yml").write_text(yaml.safe_dump({"gpu_hosts": {"hosts": PLANNED}}), encoding="utf-8")
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name("ansible-playbook")), "-i", "hosts.yml", *arguments, "play.yml"],
-        cwd=tmp_path,
-        env={**os.environ, "HOME": str(tmp_path), "ANSIBLE_NOCOLOR": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    told = dict(re.findall(r"^fatal: \[(\w+)\]: (.*)$", done.stdout, re.MULTILINE))
-    assert told.keys() == failed.keys(), done.stdout + done.stderr
+    told = failures(tmp_path, last, PLANNED, *arguments)
+    assert told.keys() == failed.keys()
     assert all(f"{host}: " in told[host] and text in told[host] for host, text in failed.items())
-    assert done.returncode == 2
+
+
+def test_the_facts_of_a_host_that_does_not_answer_end_with_a_next_step(tmp_path):
+    last = yaml.safe_load((ROOT / "playbooks/facts.yml").read_text(encoding="utf-8"))[-1]
+    last["tasks"] = [task for task in last["tasks"] if "ansible.builtin.fail" in task]
+    hosts = {
+        "dead": {"gpufleet_read": {"unreachable": True, "msg": "Task failed: no route."}},
+        "sick": {"gpufleet_read": {"failed": True, "msg": "no sudo"}},
+    }
+    told = failures(tmp_path, last, hosts)
+    assert "dead could not be read: no route. Check its address" in told["dead"]
+    assert "sick could not be read: no sudo." in told["sick"]
+    assert "Check its address" not in told["sick"]

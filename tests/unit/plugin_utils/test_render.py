@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -403,6 +404,21 @@ def test_a_plan_on_expected_memory_says_so():
     plan = copy.deepcopy(PLAN)
     plan["gpus"][0]["expected"] = True
     assert "as expected of these GPUs" in render.plan_view({"h": {"status": "ok", "plan": plan}}, Style(120))
+
+
+def test_a_host_that_does_not_answer_has_one_next_step():
+    for reason in ("Connection refused", f"It does not answer. {render.REACH_IT}"):
+        dead = {"status": "unreachable", "reason": reason, "gpu": {}, "host": {}, "plan": None}
+        for view in (render.facts_view, render.plan_view):
+            words = " ".join(plain(view({"h": dead}, Style(120))).split())
+            assert words.count(render.REACH_IT) == 1, words
+    sick = {"status": "failed", "reason": "no sudo", "gpu": {}, "host": {}}
+    assert render.REACH_IT not in " ".join(plain(render.facts_view({"h": sick}, Style(120))).split())
+
+
+def test_the_playbooks_say_the_same_about_a_host_that_does_not_answer():
+    for name in ("playbooks/facts.yml", "roles/fleet_host/tasks/preflight.yml"):
+        assert render.REACH_IT in (Path(__file__).resolve().parents[3] / name).read_text(encoding="utf-8"), name
 
 
 def test_a_host_without_a_plan_is_named():
