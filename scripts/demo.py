@@ -144,6 +144,7 @@ def answers() -> None:
             if not tokens:
                 raise StepFailed(f"{host}/{instance['name']} answered with no token: {answer}")
             print(f"      {host}/{instance['name']:<6} {tokens} tokens: {json.dumps(text, ensure_ascii=False)}")
+    print("      The tiny model has random weights: its words are noise; what counts is that vLLM answers.")
 
 
 def ask(host: str, instance: dict[str, Any]) -> dict[str, Any]:

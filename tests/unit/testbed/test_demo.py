@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -39,6 +40,20 @@ def test_steps_are_numbered_and_timed_and_plain_text_goes_into_a_pipe(
     shown = capsys.readouterr().out
     assert shown.splitlines()[:4] == ["[1/2] One", "      0 s", "[2/2] Two", "      0 s"]
     assert "\033" not in shown
+
+
+def test_the_answers_are_shown_with_one_word_on_why_they_are_noise(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    instances = [{"name": "chat", "port": 8000}, {"name": "code", "port": 8001}]
+    listing = {"_meta": {"hostvars": {"gpu1": {"vllm_instances_list": instances}}}}
+    answer = {"choices": [{"text": "qx zv"}], "usage": {"completion_tokens": 16}}
+    monkeypatch.setattr(demo, "run", lambda *_arguments: json.dumps(listing))
+    monkeypatch.setattr(demo, "ask", lambda _host, _instance: answer)
+    demo.answers()
+    shown = capsys.readouterr().out
+    assert shown.count("qx zv") == 2
+    assert shown.count("random weights") == 1
 
 
 def test_colour_needs_a_terminal_and_no_objection(monkeypatch: pytest.MonkeyPatch) -> None:
