@@ -73,7 +73,7 @@ attributes:
 EXAMPLES = r"""
 - name: Plan one instance on the host's GPUs
   gpufleet.inference.vllm_plan:
-    engine_version: 0.19.1
+    engine_version: 0.32.0
     models: "{{ models_found.models }}"
     instances:
       - name: chat
@@ -81,13 +81,14 @@ EXAMPLES = r"""
         port: 8000
   register: planned
 
+# The playbook gpufleet.inference.facts writes reports/facts.json; gpu-01 is a host in it that has such GPUs.
 - name: Plan for a host that does not exist yet
   gpufleet.inference.vllm_plan:
-    gpu: "{{ lookup('ansible.builtin.file', 'h100.json') | from_json }}"
+    gpu: "{{ (lookup('ansible.builtin.file', 'reports/facts.json') | from_json).hosts['gpu-01'].gpu }}"
     models:
       llama-3.1-8b:
         config: "{{ lookup('ansible.builtin.file', 'config.json') | from_json }}"
-    engine_version: 0.19.1
+    engine_version: 0.32.0
     instances:
       - name: chat
         model: llama-3.1-8b
