@@ -418,7 +418,8 @@ def recorded(record: Any, end: str) -> Dict[str, int]:
     try:
         terms = [part[term] for part in record["budget"] for term in PARTS]
         whole = all(set(term) == {"bytes", "source", "low", "high"} for term in terms)
-        if not whole or not all(type(term[name]) is int for term in terms for name in ("bytes", "low", "high")):
+        figures = [term[name] for term in terms for name in ("bytes", "low", "high")]
+        if not whole or not all(isinstance(figure, int) and not isinstance(figure, bool) for figure in figures):
             return {}
         return {str(part["uuid"]): sum(part[term][end] for term in PARTS) for part in record["budget"]}
     except (KeyError, TypeError, ValueError):
